@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from tokenizers import AddedToken
 from torch import nn
 
 from mars_lm.architectures import check_supported
@@ -109,7 +110,9 @@ def adopt_mask_token(model: Any, tokenizer: Any, mask_id: int, *, initialise: bo
             )
         name = MASK_TOKEN
     if tokenizer.mask_token != name or tokenizer.mask_token_id != mask_id:
-        tokenizer.mask_token = name
+        token = tokenizer.added_tokens_decoder.get(mask_id) or AddedToken(name, normalized=False)
+        token.special = True
+        tokenizer.add_special_tokens({"mask_token": token})
     if tokenizer.convert_tokens_to_ids(name) != mask_id:
         raise MarsError(
             f"The mask token {name!r} has id {tokenizer.convert_tokens_to_ids(name)} in the tokenizer, "

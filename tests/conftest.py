@@ -1,0 +1,32 @@
+"""What all tests share. Tiny models and tokenizers: `from tiny import tiny_checkpoint` (tests/tiny.py)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# The tests never need the Hub; a wrong name must fail at once, not after retries.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real SmolLM2-135M-Instruct weights, fetched once; tests that need them skip where they cannot be had."""
+    from mars_lm import base_weights
+    from mars_lm.errors import MarsError
+
+    try:
+        return base_weights.find_or_fetch()
+    except MarsError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path):
+    """SmolLM2-135M-Instruct in float32 on the CPU, without an adapter; not to be changed by a test."""
+    from mars_lm.checkpoint import load
+
+    return load(smollm2_gguf, dtype="float32", device="cpu")
