@@ -1,0 +1,152 @@
+"""The options that `generate`, `chat` and `demo` share, and what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mars_lm.cli.terminal import Terminal, quiet_libraries
+from mars_lm.settings import DecodingSettings, Rule
+
+if TYPE_CHECKING:
+    from mars_lm.checkpoint import Checkpoint
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME_OR_PATH",
+        help="A Hub id, a folder or a .gguf file. Without it: the packaged SmolLM2-135M-Instruct.",
+        rich_help_panel="Model",
+    ),
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="A LoRA adapter, merged into --model, or into the base that it names.",
+        rich_help_panel="Model",
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="TYPE",
+        help="float32, bfloat16, float16, or auto: bfloat16 where the processor computes in it.",
+        rich_help_panel="Model",
+    ),
+]
+Exact = Annotated[
+    bool | None,
+    typer.Option(
+        "--exact/--lossy",
+        help="Exact (the default): the words of one-token decoding. Lossy: drafts accepted on trust in tau.",
+        show_default=False,
+        rich_help_panel="Decoding",
+    ),
+]
+Tau = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="Confidence that a drafted token needs; 1 is one-token mode.",
+        show_default="exact: all pass, lossy: 0.95",
+        rich_help_panel="Decoding",
+    ),
+]
+DraftRule = Annotated[
+    Rule | None,
+    typer.Option(
+        "--rule",
+        help="What tau limits: a token's probability, its margin over the second, or the entropy (nats).",
+        show_default="probability",
+        rich_help_panel="Decoding",
+    ),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="B",
+        help="The most tokens of one forward, up to the trained B.",
+        show_default="the trained B",
+        rich_help_panel="Decoding",
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="The most tokens of an answer.", show_default="256", rich_help_panel="Decoding"
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="For sampling; greedy decoding draws nothing.", rich_help_panel="Decoding"
+    ),
+]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="The system message, in place of the model's own.")
+]
+NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text, as in a pipe or with NO_COLOR set.")]
+
+
+def asked(**values: Any) -> dict[str, Any]:
+    """The decoding settings that the command line names.
+
+    Raises:
+        MarsError: a value is out of range. Said before a model is loaded.
+    """
+    named = {name: value for name, value in values.items() if value is not None}
+    DecodingSettings(**named)
+    return named
+
+
+def decoding_settings(checkpoint: Checkpoint, named: Mapping[str, Any]) -> DecodingSettings:
+    """What the command line names, over the checkpoint's own defaults, over the library's.
+
+    Raises:
+        MarsError: a value is out of range.
+    """
+    values = {**(checkpoint.mars.decoding if checkpoint.mars else {}), **named}
+    if "tau" not in values:
+        values["tau"] = default_tau(values.get("rule", "probability"), exact=values.get("exact", True))
+    return DecodingSettings(**values)
+
+
+def default_tau(rule: Rule, *, exact: bool) -> float:
+    """A tau where none is named.
+
+    Exact mode verifies every draft, so drafting as far as possible costs no quality: its tau lets all pass
+    (no vocabulary's entropy reaches 100 nats). Lossy mode takes the paper's 0.95, and for the other rules
+    what they give for a word at 0.95 with all else on one rival.
+    """
+    if exact:
+        return {"probability": 0.0, "margin": 0.0, "entropy": 100.0}[rule]
+    return {"probability": 0.95, "margin": 0.9, "entropy": 0.2}[rule]
+
+
+def load_checkpoint(
+    model: str | None, adapter: str | None, dtype: str, *, terminal: Terminal, seed: int | None = None
+) -> Checkpoint:
+    """The checkpoint that `--model`, `--adapter` and `--dtype` name; the packaged one where none is named.
+
+    Raises:
+        MarsError: there is no such model, or it can't be used.
+    """
+    from mars_lm import checkpoint
+
+    quiet_libraries()
+    if model is None and adapter is None:
+        loaded = checkpoint.load_default(dtype=dtype)
+    elif model is None:
+        loaded = checkpoint.load(str(adapter), dtype=dtype)  # an adapter's folder names its base
+    else:
+        loaded = checkpoint.load(model, adapter=adapter, dtype=dtype)
+    if loaded.mars is None:
+        terminal.note(f"{model or adapter} has no MARS settings: an ordinary model, one token per forward.")
+    if seed is not None:
+        import torch
+
+        torch.manual_seed(seed)
+    return loaded
