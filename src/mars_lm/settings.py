@@ -129,6 +129,24 @@ class DecodingSettings:
     # Exact mode only: also place masks behind every shorter prefix of the draft, so that a rejected draft
     # still leaves a next one (docs/decoding.md, "recovery masks").
     recovery: bool = True
+    # Sampling; temperature 0 is greedy. A filter at its neutral value (top_k 0, top_p 1, min_p 0) is off.
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    # Where a text ends, besides the checkpoint's own end tokens.
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    # What depends on earlier tokens, applied along the accepted run, token by token.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    # None: no log-probabilities; k: those of the chosen token and of the k best, at temperature 1.
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.rule in RULES, f"rule is {self.rule!r}, expected one of {', '.join(RULES)}.")
@@ -149,6 +167,68 @@ class DecodingSettings:
         _require(
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 1,
             f"max_new_tokens is {self.max_new_tokens!r}, expected a whole number of 1 or more.",
+        )
+        self._check_sampling()
+        self._check_ends_and_penalties()
+
+    def _check_sampling(self) -> None:
+        _require(
+            _is_finite(self.temperature) and 0 <= self.temperature <= 100,
+            f"temperature is {self.temperature!r}, expected a number from 0 (greedy) to 100.",
+        )
+        _require(
+            _is_int(self.top_k) and self.top_k >= 0,
+            f"top_k is {self.top_k!r}, expected a whole number of 1 or more, or 0 for no limit.",
+        )
+        _require(
+            _is_finite(self.top_p) and 0 < self.top_p <= 1,
+            f"top_p is {self.top_p!r}, expected a number above 0, up to 1.",
+        )
+        _require(
+            _is_finite(self.min_p) and 0 <= self.min_p <= 1,
+            f"min_p is {self.min_p!r}, expected a number from 0 to 1.",
+        )
+        _require(
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
+            f"seed is {self.seed!r}, expected a whole number from 0 to 2**63 - 1.",
+        )
+        _require(
+            self.logprobs is None or (_is_int(self.logprobs) and 0 <= self.logprobs <= 20),
+            f"logprobs is {self.logprobs!r}, expected a whole number from 0 to 20.",
+        )
+
+    def _check_ends_and_penalties(self) -> None:
+        _require(
+            _is_int(self.min_new_tokens) and 0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens is {self.min_new_tokens!r}, expected a whole number from 0 to max_new_tokens "
+            f"({self.max_new_tokens}).",
+        )
+        _require(
+            isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
+            f"stop is {self.stop!r}, expected a tuple of texts, none of them empty.",
+        )
+        _require(
+            isinstance(self.stop_token_ids, tuple)
+            and all(_is_int(t) and t >= 0 for t in self.stop_token_ids),
+            f"stop_token_ids is {self.stop_token_ids!r}, expected a tuple of token ids.",
+        )
+        _require(
+            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            f"repetition_penalty is {self.repetition_penalty!r}, expected a number above 0.",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(
+                _is_finite(value) and -2 <= value <= 2,
+                f"{name} is {value!r}, expected a number from -2 to 2.",
+            )
+        _require(
+            isinstance(self.bad_words_ids, tuple)
+            and all(
+                isinstance(word, tuple) and word and all(_is_int(t) and t >= 0 for t in word)
+                for word in self.bad_words_ids
+            ),
+            f"bad_words_ids is {self.bad_words_ids!r}, expected a tuple of tuples of token ids.",
         )
 
     @property

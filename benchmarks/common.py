@@ -1,0 +1,63 @@
+"""What the benchmarks share: prompts from local data, runs in turn, and results written with their provenance."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars_lm.checkpoint import Checkpoint, encode_chat
+from mars_lm.errors import MarsError
+from mars_lm.provenance import provenance
+from mars_lm.rows import read_objects
+
+FIELDS = {"gsm8k": "question", "humaneval": "prompt", "ifeval": "prompt"}
+
+
+def load_prompts(data: Path, task: str, count: int, seed: int = 0) -> list[str]:
+    """`count` prompts of a task's test rows, drawn by the seed; HumanEval's are wrapped as a request."""
+    path = data / task / "test.jsonl"
+    if not path.is_file():
+        raise MarsError(f"{path} is not there: give --data a folder laid out as TASK/test.jsonl.")
+    rows = [row for _, row in read_objects(path)]
+    picked = random.Random(seed).sample(rows, min(count, len(rows)))
+    prompts = [row[FIELDS[task]] for row in picked]
+    if task == "humaneval":
+        prompts = [
+            f"Complete this Python function:\n\n```python\n{prompt.strip()}\n```" for prompt in prompts
+        ]
+    return prompts
+
+
+def prompt_ids(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[list[int]]:
+    """The prompts as the user's message in the chat template, tokenized."""
+    return [encode_chat(checkpoint, [{"role": "user", "content": prompt}]) for prompt in prompts]
+
+
+def in_turn(
+    contestants: dict[str, Callable[[], Any]], repeats: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each contestant, run A B C, A B C, …: a machine's drift meets all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(warm_up + repeats):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float:
+    """The median of the ratios turn by turn."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def write(path: Path, result: dict[str, Any], *, seed: int | None = None) -> None:
+    """The result and its provenance as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**result, "provenance": provenance(seed=seed)}, indent=2) + "\n")
