@@ -53,8 +53,8 @@ class MarsSettings:
     def __post_init__(self) -> None:
         _require(
             self.format_version == FORMAT_VERSION,
-            f"This checkpoint has MARS format version {self.format_version!r}, and this mars-lm reads version "
-            f"{FORMAT_VERSION}: install the mars-lm that wrote it, or export it again.",
+            f"This checkpoint has MARS format version {self.format_version!r}, and this mars-lm reads "
+            f"version {FORMAT_VERSION}: install the mars-lm that wrote it, or export it again.",
         )
         _require(
             _is_int(self.mask_token_id) and self.mask_token_id >= 0,
@@ -94,14 +94,15 @@ class MarsSettings:
             return None
         _require(
             isinstance(raw, Mapping),
-            f"config.json has a 'mars' key that is {type(raw).__name__}, expected an object: export it again.",
+            f"config.json has a 'mars' key that is {type(raw).__name__}, expected an object: "
+            "export it again.",
         )
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(raw) - known)
         _require(
             not unknown,
-            f"config.json's 'mars' object has unknown fields ({', '.join(unknown)}): a newer mars-lm wrote it; "
-            "upgrade mars-lm, or remove them.",
+            f"config.json's 'mars' object has unknown fields ({', '.join(unknown)}): a newer "
+            "mars-lm wrote it; upgrade mars-lm, or remove them.",
         )
         _require(
             "mask_token_id" in raw,
@@ -153,12 +154,14 @@ class DecodingSettings:
         if self.rule == "entropy":
             _require(
                 _is_finite(self.tau) and self.tau >= 0,
-                f"tau is {self.tau!r}; with rule 'entropy' it is a limit in nats, expected a number of 0 or more.",
+                f"tau is {self.tau!r}; with rule 'entropy' it is a limit in nats, expected a number of 0 "
+                "or more.",
             )
         else:
             _require(
                 _is_finite(self.tau) and 0 <= self.tau <= 1,
-                f"tau is {self.tau!r}; with rule '{self.rule}' it is a probability, expected a number from 0 to 1.",
+                f"tau is {self.tau!r}; with rule '{self.rule}' it is a probability, expected a number from "
+                "0 to 1.",
             )
         _require(
             self.block_size is None or (_is_int(self.block_size) and self.block_size >= 1),
