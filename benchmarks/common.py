@@ -1,4 +1,4 @@
-"""What the benchmarks share: prompts from local data, runs in turn, and results written with their provenance."""
+"""What the benchmarks share: prompts from local data, runs in turn, results with their provenance."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python benchmarks/decode.py --data ../shared/data --dtype float32 --output docs/results/decode-float32
 
-Prints tables and writes OUTPUT.json and OUTPUT.png. --parts picks from: forwards (tokens per forward on maths,
-code and chat prompts), equal (exact mode's texts against transformers' greedy ones), clock (exact against
-one-token mode), transformers (one-token mode against transformers' generate). Ratios are measured side by
-side in one run: each turn runs every contestant once.
+Prints tables and writes OUTPUT.json and OUTPUT.png. --parts picks from: forwards (tokens per forward on
+maths, code and chat prompts), equal (exact mode's texts against transformers' greedy ones), clock (exact
+against one-token mode), transformers (one-token mode against transformers' generate). Ratios are measured
+side by side in one run: each turn runs every contestant once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import transformers
-from common import in_turn, load_prompts, prompt_ids, ratio, write
 from rich.console import Console
 from rich.table import Table
 
+from common import in_turn, load_prompts, prompt_ids, ratio, write
 from mars_lm import checkpoint as checkpoints
 from mars_lm.decoding import Engine, generate
 from mars_lm.errors import MarsError
@@ -127,7 +127,7 @@ def clock(args: Any, loaded: checkpoints.Checkpoint, exact: DecodingSettings) ->
 
 
 def against_transformers(args: Any, loaded: checkpoints.Checkpoint) -> list[dict[str, Any]]:
-    """Tokens per second of one-token mode against transformers' generate; no text ends early, so both do the same work."""
+    """Tokens per second of one-token mode against transformers' generate."""
     rows = []
     for batch in args.batches:
         ids = prompt_ids(loaded, load_prompts(args.data, "gsm8k", batch, args.seed))
