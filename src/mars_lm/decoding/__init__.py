@@ -1,0 +1,5 @@
+"""Decoding: several tokens per forward, the words of AR (SPEC 3 to 6)."""
+
+from mars_lm.decoding.engine import Engine, GenerationResult, StepOutput, generate
+
+__all__ = ["Engine", "GenerationResult", "StepOutput", "generate"]

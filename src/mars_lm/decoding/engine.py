@@ -1,0 +1,306 @@
+"""add · step · stream: requests decoded together, each row at its own pace (SPEC 3 to 5)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from mars_lm.checkpoint import Checkpoint, end_token_ids
+from mars_lm.decoding.acceptance import RULE_CODE
+from mars_lm.decoding.forward import ModelForward
+from mars_lm.decoding.window import Commit, Decoder, Rows, lay_out, to_batch
+from mars_lm.errors import MarsError
+from mars_lm.settings import DecodingSettings
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What one forward gave one request: its new tokens, and why it ended if it did."""
+
+    request_id: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None
+
+
+@dataclasses.dataclass
+class GenerationResult:
+    """A request's tokens and how they came about.
+
+    Attributes:
+        token_ids: the response, an end token included.
+        finish_reason: "stop" (an end token), "length" (the budget or the context's end), "cancelled", "error"
+            (the model's logits were no numbers; `error` says so), or None while it runs.
+        forwards: forwards that yielded tokens, the prefill among them (a prompt prefilled in chunks counts
+            once): `len(token_ids) / forwards` is the SPEC's tokens per forward.
+        accepted_lengths: tokens that each forward committed.
+        rejected_drafts: draft tokens that AR did not confirm (exact mode).
+        prefill_seconds, decode_seconds: until the first token, and from there to the end.
+    """
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    forwards: int = 0
+    accepted_lengths: list[int] = dataclasses.field(default_factory=list)
+    rejected_drafts: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclasses.dataclass
+class _Request:
+    id: int
+    prompt_ids: np.ndarray
+    settings: DecodingSettings
+    result: GenerationResult
+    started: float = 0.0
+    first_token: float = 0.0
+
+
+class Engine:
+    """Decodes requests in up to `max_rows` rows at once; a row that ends is taken by the next request.
+
+    Args:
+        checkpoint: the model; one without MARS settings decodes in one-token mode only.
+        max_rows: requests decoded together.
+        max_length: longest prompt and response together; None: the model's context, or as much of it as half
+            of the free memory holds.
+        prefill_chunk: most prompt tokens in one forward, so that a long prompt does not stall other rows.
+    Attributes:
+        max_length: as it turned out.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        max_rows: int = 16,
+        max_length: int | None = None,
+        prefill_chunk: int = 512,
+    ) -> None:
+        model, mars = checkpoint.model, checkpoint.mars
+        self.block_size = mars.block_size if mars else 1
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        context = int(getattr(model.config, "max_position_embeddings", None) or 2**20)
+        # Room for the masks behind a row's last tokens: a group behind every prefix of the longest draft.
+        scratch = self.block_size * (self.block_size - 1)
+        if max_length is None:
+            max_length = min(context, max(_affordable_slots(model) // max_rows - scratch, 2))
+        self.max_length = min(max_length, context)
+        self.max_rows = max_rows
+        self._prefill_chunk = prefill_chunk
+        self._mask_token_id = mars.mask_token_id if mars else None
+        ends = np.array(sorted(end_token_ids(checkpoint)), dtype=np.int64)
+        self._model = ModelForward(model, max_rows, self.max_length + scratch)
+        self._decoder = Decoder(self._model, self._mask_token_id, ends)
+        self._state = Rows(max_rows, self.max_length)
+        self._row_of: list[_Request | None] = [None] * max_rows
+        self._waiting: deque[_Request] = deque()
+        self._requests: dict[int, _Request] = {}
+        self._next_id = 0
+
+    def add(self, prompt_ids: Sequence[int], settings: DecodingSettings) -> int:
+        """Queue a request.
+
+        Args:
+            prompt_ids: the prompt's token ids.
+        Returns:
+            The request's id.
+        Raises:
+            MarsError: it could never run: an empty or too long prompt, ids outside the vocabulary, or
+                settings that the checkpoint was not trained for.
+        """
+        ids = np.asarray(prompt_ids, dtype=np.int64).reshape(-1)
+        self._check(ids, settings)
+        request = _Request(self._next_id, ids, settings, GenerationResult())
+        self._next_id += 1
+        self._requests[request.id] = request
+        self._waiting.append(request)
+        return request.id
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request runs or waits."""
+        return bool(self._waiting) or bool(self._state.active.any())
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """One forward for all rows; what it gave, for each request that got tokens or ended."""
+        self._admit()
+        window = lay_out(self._state, self._mask_token_id or 0, self._prefill_chunk)
+        if not len(window.rows):
+            return []
+        hidden = self._model.hidden(to_batch(window, self._model))
+        return self._hand_out(self._decoder.commit(self._state, window, hidden))
+
+    def stream(self) -> Iterator[StepOutput]:
+        """Step until nothing is left, and give each output as it comes."""
+        while self.has_work:
+            yield from self.step()
+
+    def cancel(self, request_id: int) -> None:
+        """End a request now; its result keeps the tokens so far. One that has ended stays as it is."""
+        request = self._find(request_id)
+        if request.result.finish_reason is not None:
+            return
+        if request in self._row_of:
+            self._leave(self._row_of.index(request), "cancelled")
+        else:
+            self._waiting.remove(request)
+            request.result.finish_reason = "cancelled"
+
+    def result(self, request_id: int) -> GenerationResult:
+        """A request's tokens and numbers (so far, if it still runs). Once it has ended, it is forgotten.
+
+        Raises:
+            MarsError: no such request, or its result was taken before.
+        """
+        request = self._find(request_id)
+        if request.result.finish_reason is not None:
+            del self._requests[request_id]
+        return request.result
+
+    def _find(self, request_id: int) -> _Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise MarsError(
+                f"There is no request {request_id!r}: it was never added, or its result was taken."
+            )
+        return request
+
+    def _check(self, ids: np.ndarray, settings: DecodingSettings) -> None:
+        if not ids.size:
+            raise MarsError("The prompt is empty: give at least one token.")
+        if ids.min() < 0 or ids.max() >= self.vocabulary:
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise MarsError(
+                f"The prompt holds token id {wrong}, and the model's ids go from 0 to {self.vocabulary - 1}: "
+                "encode it with the model's own tokenizer."
+            )
+        if ids.size >= self.max_length:
+            raise MarsError(
+                f"The prompt has {ids.size} tokens and the context holds {self.max_length}, the response "
+                "included: shorten the prompt."
+            )
+        if settings.one_token:
+            return
+        if self._mask_token_id is None:
+            raise MarsError(
+                "This model was not trained for MARS decoding (its config.json has no 'mars' key): decode it "
+                "with tau 1, or use a MARS checkpoint."
+            )
+        if settings.block_size is not None and settings.block_size > self.block_size:
+            raise MarsError(
+                f"block_size is {settings.block_size} and the checkpoint was trained with {self.block_size}: "
+                f"use {self.block_size} or less."
+            )
+
+    def _admit(self) -> None:
+        """Give free rows to the requests that have waited longest."""
+        state = self._state
+        while self._waiting and not state.active.all():
+            row = int(state.active.argmin())
+            request = self._waiting.popleft()
+            settings, length = request.settings, request.prompt_ids.size
+            self._row_of[row] = request
+            state.active[row] = True
+            state.tokens[row, :length] = request.prompt_ids
+            state.length[row], state.cached[row], state.drafted[row] = length, 0, 0
+            state.limit[row] = min(length + settings.max_new_tokens, self.max_length)
+            state.masks[row] = 0 if settings.one_token else (settings.block_size or self.block_size) - 1
+            state.exact[row], state.recovery[row] = settings.exact, settings.exact and settings.recovery
+            state.rule[row], state.tau[row] = RULE_CODE[settings.rule], settings.tau
+            request.started = time.perf_counter()
+
+    def _hand_out(self, commit: Commit) -> list[StepOutput]:
+        """Pass new tokens on to their requests, and let go of the rows that ended."""
+        outputs = []
+        counts, ids = commit.count.tolist(), commit.tokens.tolist()
+        reasons = np.where(commit.broken, "error", np.where(commit.stopped, "stop", "length")).tolist()
+        over = (commit.broken | commit.stopped | commit.full).tolist()
+        rejected = commit.rejected.tolist()
+        for i, row in enumerate(commit.rows.tolist()):
+            request = self._row_of[row]
+            assert request is not None
+            result, new = request.result, ids[i][: counts[i]]
+            if not result.forwards:
+                request.first_token = time.perf_counter()
+            result.forwards += 1
+            result.token_ids += new
+            result.accepted_lengths.append(counts[i])
+            result.rejected_drafts += rejected[i]
+            reason = reasons[i] if over[i] else None
+            outputs.append(StepOutput(request.id, new, reason))
+            if reason == "error":
+                result.error = "The model's logits were not numbers (NaN), so no token could be chosen."
+                self._model.cache.void_row(row)
+            if reason is not None:
+                self._leave(row, reason)
+        return outputs
+
+    def _leave(self, row: int, reason: FinishReason) -> None:
+        request = self._row_of[row]
+        assert request is not None
+        now = time.perf_counter()
+        first_token = request.first_token or now
+        request.result.prefill_seconds = first_token - request.started
+        request.result.decode_seconds = now - first_token
+        request.result.finish_reason = reason
+        self._row_of[row] = None
+        self._state.active[row] = False
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodingSettings | Sequence[DecodingSettings],
+    *,
+    max_rows: int = 16,
+) -> list[GenerationResult]:
+    """Decode prompts of any lengths together.
+
+    Args:
+        prompts: token ids of each.
+        settings: for all, or one for each.
+        max_rows: prompts decoded at once.
+    Returns:
+        A result for each prompt, in order.
+    Raises:
+        MarsError: as `Engine.add`.
+    """
+    every = [settings] * len(prompts) if isinstance(settings, DecodingSettings) else list(settings)
+    if len(every) != len(prompts):
+        raise MarsError(
+            f"There are {len(prompts)} prompts and {len(every)} settings: give one for all, or one each."
+        )
+    if not prompts:
+        return []
+    engine = Engine(checkpoint, max_rows=min(max_rows, len(prompts)))
+    requests = [engine.add(prompt, own) for prompt, own in zip(prompts, every, strict=True)]
+    for _ in engine.stream():
+        pass
+    return [engine.result(request) for request in requests]
+
+
+def _affordable_slots(model: Any) -> int:
+    """Cache slots that half of the device's free memory holds."""
+    config, device = model.config, next(model.parameters()).device
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slot = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        free = 4 * 2**30
+    return int(free // 2 // slot)

@@ -1,0 +1,67 @@
+"""The slot = position KV cache under any Hugging Face causal LM (SPEC 5)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose memory a CPU takes page by page, as slots are first written.
+
+    A cache is sized for the longest request, and most never get there. Zeros, not garbage: a void slot has
+    weight 0 in the attention, and 0 x NaN would be NaN.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)  # calloc: untouched pages cost nothing
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+class WindowCache:
+    """Keys and values of `rows` requests, `slots` each, for every layer.
+
+    Row r holds position s in slot s. Nothing is ever moved: a forward writes its tokens' entries where
+    `write_to` says, and an entry that turns out void is overwritten by the next token at its position.
+    The model calls `update` as it would on a `transformers.Cache`.
+    """
+
+    def __init__(self, rows: int, slots: int) -> None:
+        self.rows, self.slots = rows, slots
+        self.keys: list[Tensor] = []  # one a layer: [rows, slots, kv_heads, head_dim]
+        self.values: list[Tensor] = []
+        self._index: Tensor | slice = slice(0, 0)
+
+    def write_to(self, index: Tensor | slice) -> None:
+        """Where the next forward's N tokens go: int64 [N] (or a slice) into the flattened rows x slots."""
+        self._index = index
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store one layer's [1, kv_heads, N, head_dim] and return its whole buffers (views, no copy)."""
+        if layer_idx == len(self.keys):
+            self.keys.append(self._allocate(key))
+            self.values.append(self._allocate(value))
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        for buffer, new in ((keys, key), (values, value)):
+            flat = buffer.flatten(0, 1)
+            if isinstance(self._index, slice):
+                flat[self._index] = new[0].transpose(0, 1)
+            else:
+                flat.index_copy_(0, self._index, new[0].transpose(0, 1))
+        return keys, values
+
+    def void_row(self, row: int) -> None:
+        """Wipe a row whose entries may hold NaN, so that the next request there is not touched by them."""
+        for buffer in (*self.keys, *self.values):
+            buffer[row].zero_()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Models ask only when they are given no position ids; ours always are."""
+        return 0
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        return lazy_zeros((self.rows, self.slots, like.shape[1], like.shape[3]), like.dtype, like.device)

@@ -1,0 +1,312 @@
+"""A batch of requests -> one forward's ids, positions, masks; its logits -> committed tokens (SPEC 3 to 5).
+
+All bookkeeping is integer arrays over the rows, on the CPU. Letters as in the SPEC: n committed tokens, m of
+them in the cache, j draft tokens behind them. In a row's run of tokens, position and slot agree for committed
+and draft tokens; masks take the slots behind (void after the forward) and keep their true positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mars_lm.decoding.acceptance import accepted_run, passes
+from mars_lm.decoding.forward import ForwardBatch, ModelForward, Segment
+from mars_lm.decoding.sampling import greedy
+from mars_lm.decoding.verification import agreeing_prefix
+
+Ints = np.ndarray
+
+# Rows that bring more tokens than this (a prompt's) get an attention call of their own: padding the others to
+# their width would cost more than the call.
+WIDE = 64
+
+
+class Rows:
+    """The state of every row, one array entry each; an entry means something while its row is active."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.active = np.zeros(rows, dtype=bool)
+        self.tokens = np.zeros(
+            (rows, length), dtype=np.int64
+        )  # slot = position; the draft behind the committed
+        self.length = np.zeros(rows, dtype=np.int64)  # n
+        self.cached = np.zeros(rows, dtype=np.int64)  # m
+        self.drafted = np.zeros(rows, dtype=np.int64)  # j
+        self.limit = np.zeros(rows, dtype=np.int64)  # the n that ends the row
+        self.masks = np.zeros(rows, dtype=np.int64)  # masks a group, B - 1; 0 in one-token mode
+        self.exact = np.zeros(rows, dtype=bool)
+        self.recovery = np.zeros(rows, dtype=bool)
+        self.rule = np.zeros(rows, dtype=np.int8)
+        self.tau = np.zeros(rows, dtype=np.float64)
+
+
+@dataclasses.dataclass
+class Window:
+    """What one forward feeds of R rows, and where in the flat list of N tokens it lies.
+
+    A row's run: its clean tokens (committed ones that the cache lacks, then the draft), then its mask groups.
+    Group k sits behind the first k draft tokens and sees them, the committed tokens and itself: whichever
+    prefix turns out right, its group has seen nothing wrong. Without recovery there is only the group behind
+    the whole draft, which is SPEC 4.
+    """
+
+    rows: Ints  # [R] their numbers in the cache, ascending
+    ends: np.ndarray  # bool [R]: the run reaches the committed tokens' end, so the forward yields tokens
+    first: Ints  # [R] flat index of the row's first token
+    width: Ints  # [R] tokens of the row
+    clean: Ints  # [R] clean tokens among them
+    groups: Ints  # [R, K] masks of the group behind each draft prefix
+    input_ids: Ints  # [N]
+    position_ids: Ints  # [N]
+    slots: Ints  # [N]
+    sees_before: Ints  # [N] a token sees the slots before this one ...
+    sees_from: Ints  # [N] ... and those from here to its own
+
+
+@dataclasses.dataclass
+class Commit:
+    """What one forward committed, over the R' rows of the window that reached their end."""
+
+    rows: Ints  # [R']
+    tokens: Ints  # [R', W], of which
+    count: Ints  # [R'] are committed
+    stopped: np.ndarray  # bool [R']: the last one is an end token
+    full: np.ndarray  # bool [R']: the budget is used up
+    broken: np.ndarray  # bool [R']: the logits were no numbers; nothing is committed
+    rejected: Ints  # [R'] draft tokens that AR did not confirm
+
+
+def lay_out(state: Rows, mask_token_id: int, prefill_chunk: int) -> Window:
+    """Choose what each row feeds into the next forward.
+
+    Args:
+        state: the rows; mask_token_id: the token that stands at unknown positions.
+        prefill_chunk: the most prompt tokens of all rows together; rows that get none wait.
+    """
+    rows = np.flatnonzero(state.active)
+    pending = state.length[rows] - state.cached[rows]
+    if pending.sum() > prefill_chunk:  # rows that decode are always served; prompts share the chunk in order
+        prompt = np.where(pending > WIDE, pending, 0)
+        room = np.maximum(prefill_chunk - (np.cumsum(prompt) - prompt), 0)
+        pending = np.where(prompt > 0, np.minimum(pending, room), pending)
+        rows, pending = rows[pending > 0], pending[pending > 0]
+    n, m, j = state.length[rows], state.cached[rows], state.drafted[rows]
+    ends = m + pending == n
+
+    # How many masks behind each draft prefix: no more than could still be committed. A group behind k tokens
+    # drafts what follows n+k, and in exact mode the last token of the budget is AR's, never a draft.
+    prefix = np.arange(j.max(initial=0) + 1)
+    exact = state.exact[rows]
+    room = state.limit[rows, None] - n[:, None] - prefix - 1 - exact[:, None]
+    behind = (prefix == j[:, None]) | (state.recovery[rows, None] & (prefix < j[:, None]))
+    groups = np.where(behind & ends[:, None], np.clip(state.masks[rows, None], 0, np.maximum(room, 0)), 0)
+
+    # A part is a row's clean tokens or one of its groups; offsets within the part give all the rest.
+    clean = pending + j
+    sizes = np.concatenate([clean[:, None], groups], axis=1)
+    starts = np.concatenate([m[:, None], n[:, None] + prefix], axis=1)  # a part's first position
+    flat_sizes = sizes.ravel()
+    total = int(flat_sizes.sum())
+    part = np.repeat(np.arange(flat_sizes.size), flat_sizes)
+    index = np.arange(total)
+    offset = index - (np.cumsum(flat_sizes) - flat_sizes)[part]
+    row, is_mask = part // sizes.shape[1], part % sizes.shape[1] > 0
+    start = starts.ravel()[part]
+    position = start + offset
+    width = sizes.sum(axis=1)
+    first = np.cumsum(width) - width
+    slot = (m - first)[row] + index
+    ids = np.where(is_mask, mask_token_id, state.tokens[rows[row], np.where(is_mask, 0, position)])
+    return Window(
+        rows=rows,
+        ends=ends,
+        first=first,
+        width=width,
+        clean=clean,
+        groups=groups,
+        input_ids=ids,
+        position_ids=position,
+        slots=slot,
+        sees_before=np.where(is_mask, start, slot + 1),
+        sees_from=np.where(is_mask, slot - offset, slot),
+    )
+
+
+def to_batch(window: Window, model: ModelForward) -> ForwardBatch:
+    """The window as tensors on the model's device."""
+    device = model.device
+    segments = [_segment(window, lo, hi, model) for lo, hi in _runs(window)]
+    slots_a_row = model.cache.slots
+    index: Tensor | slice
+    if len(window.rows) == 1:  # one row's run of slots has no holes
+        begin = int(window.rows[0]) * slots_a_row + int(window.slots[0])
+        index = slice(begin, begin + len(window.slots))
+    else:
+        index = torch.from_numpy(np.repeat(window.rows * slots_a_row, window.width) + window.slots).to(device)
+    return ForwardBatch(
+        input_ids=torch.from_numpy(window.input_ids)[None].to(device),
+        position_ids=torch.from_numpy(window.position_ids)[None].to(device),
+        cache_index=index,
+        segments=segments,
+    )
+
+
+def _runs(window: Window) -> list[tuple[int, int]]:
+    """Split the window's rows into runs (from, to) for one attention call each."""
+    if len(window.rows) == 1:
+        return [(0, 1)]
+    wide = window.width > WIDE
+    cut = (np.diff(window.rows) > 1) | wide[1:] | wide[:-1]
+    edges = [0, *(np.flatnonzero(cut) + 1).tolist(), len(window.rows)]
+    return list(itertools.pairwise(edges))
+
+
+def _segment(window: Window, lo: int, hi: int, model: ModelForward) -> Segment:
+    width, first = window.width[lo:hi], window.first[lo:hi]
+    rows, widest = hi - lo, int(width.max())
+    base = int(first[0])
+    tokens = slice(base, base + int(width.sum()))
+    last_slots = window.slots[first + width - 1]
+    slots = int(last_slots.max()) + 1
+    segment = Segment(
+        rows=slice(int(window.rows[lo]), int(window.rows[hi - 1]) + 1),
+        slots=slots,
+        queries=widest,
+        tokens=tokens,
+        mask=None,
+    )
+    if rows == 1:
+        grid = np.arange(tokens.start, tokens.stop)[None]
+    else:
+        # A query that only pads repeats its row's last token; nobody reads its result.
+        grid = first[:, None] + np.minimum(np.arange(widest), width[:, None] - 1)
+        if tokens.stop - tokens.start == rows * widest:
+            pass  # nothing to pad: the flat list is the grid
+        else:
+            segment.gather = torch.from_numpy((grid - base).ravel()).to(model.device)
+            row = np.repeat(np.arange(rows), width)
+            column = np.arange(tokens.start, tokens.stop) - np.repeat(first, width)
+            segment.scatter = torch.from_numpy(row * widest + column).to(model.device)
+    if widest > 1 or (last_slots != slots - 1).any():
+        segment.mask = _additive_mask(window, grid, slots, model)
+    return segment
+
+
+def _additive_mask(window: Window, grid: Ints, slots: int, model: ModelForward) -> Tensor:
+    """[R, 1, T*G, S]: 0 where a query sees a slot, -inf where not; a query's G heads beside each other."""
+    device = model.device
+    before, begin, own = (
+        torch.from_numpy(values[grid]).to(device)[..., None]
+        for values in (window.sees_before, window.sees_from, window.slots)
+    )  # [R, T, 1]
+    slot = torch.arange(slots, device=device)
+    seen = (slot < before) | ((slot >= begin) & (slot <= own))
+    mask = torch.zeros(seen.shape, dtype=model.dtype, device=device).masked_fill_(~seen, -torch.inf)
+    rows, queries = grid.shape
+    mask = mask[:, :, None].expand(rows, queries, model.groups, slots)
+    return mask.reshape(rows, 1, queries * model.groups, slots)
+
+
+class Decoder:
+    """From a window's hidden states to committed tokens and the next draft.
+
+    Args:
+        model: gives the logits; mask_token_id: never a candidate (None for a model without one).
+        end_ids: tokens that end a request.
+    """
+
+    def __init__(self, model: ModelForward, mask_token_id: int | None, end_ids: Ints) -> None:
+        self.model, self.mask_token_id, self.end_ids = model, mask_token_id, end_ids
+
+    def commit(self, state: Rows, window: Window, hidden: Tensor) -> Commit:
+        """Verify, accept and commit; leaves `state` ready for the next forward.
+
+        Args:
+            hidden: [N, hidden] of the window's tokens.
+        """
+        state.cached[window.rows] += np.where(window.ends, 0, window.clean)  # chunks of prompts: no logits
+        pick = np.flatnonzero(window.ends)
+        rows = window.rows[pick]
+        n, j = state.length[rows], state.drafted[rows]
+        exact, limit = state.exact[rows], state.limit[rows]
+        groups = window.groups[pick]
+
+        # AR candidates behind every prefix of the draft, c_0 .. c_j.
+        last = window.first[pick] + window.clean[pick] - 1  # flat index of the last clean token
+        candidates, _, finite = self._candidates(hidden, last - j, j + 1)
+        broken = ~np.logical_and.reduce(finite, axis=1)
+        drafts = _ragged(state.tokens, rows, n, int(j.max(initial=0)))
+        agreed = agreeing_prefix(candidates, drafts, j)
+
+        # The masks behind the prefix that held: the only ones that saw the right tokens.
+        which = np.arange(len(rows))
+        size = groups[which, agreed]
+        begin = last + 1 + (np.cumsum(groups, axis=1) - groups)[which, agreed]
+        guesses, logits, finite = self._candidates(hidden, begin, size)
+        broken |= ~np.logical_and.reduce(finite, axis=1)
+        real = np.arange(guesses.shape[1]) < size[:, None]
+        accepted = np.zeros(guesses.shape, dtype=bool)
+        if size.any():
+            row = np.repeat(which, size)
+            flat = torch.from_numpy(guesses[real]).to(logits.device)
+            accepted[real] = passes(logits, flat, state.rule[rows][row], state.tau[rows][row])
+        run = accepted_run(accepted)
+
+        # Exact: the agreeing draft and AR's next token, together c_0 .. c_k; the run is the next draft.
+        # Lossy: AR's next token and the run itself.
+        tokens = np.zeros((len(rows), max(candidates.shape[1], 1 + guesses.shape[1])), dtype=np.int64)
+        tokens[:, : candidates.shape[1]] = candidates
+        trusting = ~exact
+        tokens[trusting, 1 : 1 + guesses.shape[1]] = guesses[trusting]
+        count = np.where(exact, agreed + 1, run + 1)
+        count = np.minimum(count, limit - n)
+        column = np.arange(tokens.shape[1])
+        is_end = np.isin(tokens, self.end_ids) & (column < count[:, None])
+        stopped = is_end.any(axis=1) & ~broken
+        count = np.where(stopped, is_end.argmax(axis=1) + 1, count)
+        count[broken] = 0
+
+        chosen = column < count[:, None]
+        state.tokens[np.repeat(rows, count), (n[:, None] + column)[chosen]] = tokens[chosen]
+        state.cached[rows] = np.where(exact, n + agreed, n)
+        state.length[rows] = length = n + count
+        drafted = np.where(exact, np.clip(run, 0, np.maximum(limit - length - 1, 0)), 0)
+        state.drafted[rows] = drafted
+        chosen = np.arange(guesses.shape[1]) < drafted[:, None]
+        state.tokens[np.repeat(rows, drafted), (length[:, None] + np.arange(guesses.shape[1]))[chosen]] = (
+            guesses[chosen]
+        )
+        full = (length >= limit) & ~stopped
+        return Commit(rows, tokens, count, stopped, full, broken, j - agreed)
+
+    def _candidates(self, hidden: Tensor, begin: Ints, size: Ints) -> tuple[Ints, Tensor, np.ndarray]:
+        """Candidates of `size` tokens of each row from flat index `begin`.
+
+        Returns:
+            candidates int64 [R, W], padded with 0; logits float32 [M, V] of the real ones, row by row;
+            finite bool [R, W], True where padded.
+        """
+        width = int(size.max(initial=0))
+        real = np.arange(width) < size[:, None]
+        candidates, finite = np.zeros(real.shape, dtype=np.int64), np.ones(real.shape, dtype=bool)
+        if not width:
+            return candidates, hidden.new_zeros(0, 1), finite
+        index = (begin[:, None] + np.arange(width))[real]
+        logits = self.model.logits(hidden.index_select(0, torch.from_numpy(index).to(hidden.device)))
+        if self.mask_token_id is not None:
+            logits[:, self.mask_token_id] = -torch.inf
+        best, ok = greedy(logits)
+        candidates[real] = best.cpu().numpy()
+        finite[real] = ok
+        return candidates, logits, finite
+
+
+def _ragged(tokens: Ints, rows: Ints, begin: Ints, width: int) -> Ints:
+    """tokens[r, begin_r : begin_r + width] of each row; columns past the end repeat the last one."""
+    column = np.minimum(begin[:, None] + np.arange(width), tokens.shape[1] - 1)
+    return tokens[rows[:, None], column]
