@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,7 +91,9 @@ def generate(
 
     settings = options.decoding_settings(checkpoint, named)
     prompt_ids = encode(checkpoint, text, system=system, raw=raw)
-    answer = terminal.answer(checkpoint, Engine(checkpoint, max_rows=1), prompt_ids, settings)
+    # The cache as long as this request can get, not as long as the model's context.
+    engine = Engine(checkpoint, max_rows=1, max_length=len(prompt_ids) + settings.max_new_tokens)
+    answer = terminal.answer(checkpoint, engine, prompt_ids, settings)
     if answer.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -141,6 +145,15 @@ def _open(input: Path, output: Path | None, *, raw: bool) -> tuple[list[Row], An
     return rows, AnswerFile(output, rows)
 
 
+@contextlib.contextmanager
+def _placed(row: Row) -> Iterator[None]:
+    """Name the row that a mistake is in."""
+    try:
+        yield
+    except MarsError as error:
+        raise MarsError(f"{row.where}: {error}") from None
+
+
 def _many(
     checkpoint: Checkpoint,
     rows: list[Row],
@@ -156,19 +169,28 @@ def _many(
     from mars_lm.detokenizer import decode
 
     settings = options.decoding_settings(checkpoint, named)
-    engine = Engine(checkpoint, max_rows=batch_size)
+    todo = rows[answers.done :]
+    prompts = []
+    for row in todo:
+        with _placed(row):
+            prompts.append(encode(checkpoint, row.prompt, system=system, raw=raw))
+    engine = Engine(
+        checkpoint,
+        max_rows=min(batch_size, len(todo)),
+        max_length=max(map(len, prompts)) + settings.max_new_tokens,
+    )
     waiting: dict[int, Row] = {}
-    for row in rows[answers.done :]:
-        try:
-            waiting[engine.add(encode(checkpoint, row.prompt, system=system, raw=raw), settings)] = row
-        except MarsError as error:
-            raise MarsError(f"{row.where}: {error}") from None
+    for row, prompt_ids in zip(todo, prompts, strict=True):
+        with _placed(row):
+            waiting[engine.add(prompt_ids, settings)] = row
 
     finished: dict[int, dict[str, Any]] = {}
     with rows_progress(total=len(rows), done=answers.done) as progress, interruption() as interrupted:
         for output in engine.stream():
             if output.finish_reason is not None:
                 result = engine.result(output.request_id)
+                if result.error:
+                    terminal.note(f"{waiting[output.request_id].where}: {result.error}")
                 progress.count(len(result.token_ids), result.forwards)
                 finished[output.request_id] = {
                     "text": decode(checkpoint.tokenizer, result.token_ids),

@@ -105,10 +105,14 @@ def asked(**values: Any) -> dict[str, Any]:
 def decoding_settings(checkpoint: Checkpoint, named: Mapping[str, Any]) -> DecodingSettings:
     """What the command line names, over the checkpoint's own defaults, over the library's.
 
+    An ordinary model, which knows no masks, decodes in one-token mode whatever is named.
+
     Raises:
         MarsError: a value is out of range.
     """
-    values = {**(checkpoint.mars.decoding if checkpoint.mars else {}), **named}
+    if checkpoint.mars is None:
+        return DecodingSettings(**{**named, "rule": "probability", "tau": 1.0, "block_size": None})
+    values = {**checkpoint.mars.decoding, **named}
     if "tau" not in values:
         values["tau"] = default_tau(values.get("rule", "probability"), exact=values.get("exact", True))
     return DecodingSettings(**values)
@@ -134,15 +138,18 @@ def load_checkpoint(
     Raises:
         MarsError: there is no such model, or it can't be used.
     """
-    from mars_lm import checkpoint
+    from mars_lm import base_weights, checkpoint
 
     quiet_libraries()
     if model is None and adapter is None:
-        loaded = checkpoint.load_default(dtype=dtype)
-    elif model is None:
-        loaded = checkpoint.load(str(adapter), dtype=dtype)  # an adapter's folder names its base
-    else:
-        loaded = checkpoint.load(model, adapter=adapter, dtype=dtype)
+        base_weights.find_or_fetch()  # has a progress bar of its own
+    with terminal.waiting("Loading the model …"):
+        if model is not None:
+            loaded = checkpoint.load(model, adapter=adapter, dtype=dtype)
+        elif adapter is not None:
+            loaded = checkpoint.load(adapter, dtype=dtype)  # an adapter's folder names its base
+        else:
+            loaded = checkpoint.load_default(dtype=dtype)
     if loaded.mars is None:
         terminal.note(f"{model or adapter} has no MARS settings: an ordinary model, one token per forward.")
     if seed is not None:

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mars_lm.errors import MarsError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,8 +32,9 @@ _DIM = "\x1b[2m"
 _BOLD = "\x1b[1m"
 
 # A model's text is data: an escape sequence in it must not move the cursor or retitle the window.
-_CONTROL_CHARACTERS = {
-    code: "\ufffd" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"
+_CONTROL_CHARACTERS: dict[int, str | None] = {
+    **{code: "\ufffd" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"},
+    ord("\r"): None,
 }
 
 
@@ -72,7 +75,8 @@ class Terminal:
         """A rich console on stdout, for tables, under the same rule of colour."""
         from rich.console import Console
 
-        return Console(no_color=not self.colour, highlight=False)
+        # NO_COLOR alone would leave rich its bold face; plain text has neither.
+        return Console(force_terminal=self.colour, no_color=not self.colour, highlight=False)
 
     def note(self, sentence: str) -> None:
         """A remark about the run, apart from the text."""
@@ -86,6 +90,18 @@ class Terminal:
         """A line about a text: dim beside a coloured one, on stderr beside a plain one."""
         self._aside(sentence, sys.stdout if self.colour else sys.stderr)
 
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show what the user waits for, on a terminal, until it is there."""
+        shown = self.colour and sys.stderr.isatty()
+        if shown:
+            print(f"{_DIM}{what}{_RESET}", end="", file=sys.stderr, flush=True)
+        try:
+            yield
+        finally:
+            if shown:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
     def answer(
         self, checkpoint: Checkpoint, engine: Any, prompt_ids: Sequence[int], settings: DecodingSettings
     ) -> Answer:
@@ -94,7 +110,7 @@ class Terminal:
         Tokens of one forward share a colour. The last line is ended, and the closing line printed.
 
         Raises:
-            MarsError: the engine refuses the request.
+            MarsError: the engine refuses the request, or the model fails on it.
         """
         from mars_lm.detokenizer import Detokenizer
 
@@ -111,6 +127,8 @@ class Terminal:
         if not text.endswith("\n"):
             self._show("\n", 0)
         answer = Answer(text, engine.result(request), bool(interrupted))
+        if answer.result.error:
+            raise MarsError(answer.result.error)
         cut = " · cut at the token limit" if answer.result.finish_reason == "length" else ""
         self.remark(closing_line(answer.tokens, answer.result.forwards, answer.seconds) + cut)
         return answer
