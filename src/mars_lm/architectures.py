@@ -26,10 +26,11 @@ _OTHER_LAYERS = {
         "linear_conv_kernel_dim",
         "linear_num_key_heads",
         "linear_attn_alpha_factor",
+        "linear_head_dim",
         "n_recurrent_layers",
         "H_cycles",
     ),
-    "latent attention (MLA), which caches compressed vectors and not keys and values": ("kv_lora_rank",),
+    "latent attention (MLA), which caches compressed vectors instead of keys and values": ("kv_lora_rank",),
     "attention in chunks": ("attention_chunk_size",),
     "local attention": (
         "attention_window_size",
@@ -42,15 +43,6 @@ _OTHER_LAYERS = {
     ),
     "sparse attention": ("index_topk", "index_local_blocks", "o_lora_rank"),
     "cross-attention": ("cross_attention_layers", "cross_attn_k"),
-}
-
-_LAYER_SENTENCES = {
-    "sliding_attention": "sliding-window attention",
-    "chunked_attention": "attention in chunks",
-    "linear_attention": "linear (recurrent) attention",
-    "mamba": "state-space (Mamba) blocks",
-    "conv": "convolutions",
-    "recurrent": "recurrent blocks",
 }
 
 
@@ -85,7 +77,8 @@ def _why_not(config: Any) -> str | None:
         text_config = config.get_text_config()
     except ValueError:
         text_config = None
-    if text_config is not config:
+    parts = ("vision_config", "audio_config", "audio_encoder_config")
+    if text_config is not config or any(_is_set(getattr(config, part, None)) for part in parts):
         return "it is a multi-modal model, with parts that are no language model"
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "it is not a causal language model that transformers knows"
@@ -93,15 +86,13 @@ def _why_not(config: Any) -> str | None:
 
 
 def _other_layers(config: Any) -> str | None:
-    layer_types = set(
-        getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    )
-    # A window that the sliding layers never outgrow is judged by `_sliding_window`.
-    for kind in sorted(layer_types - {"full_attention", "sliding_attention"}):
-        return f"some of its layers are {_LAYER_SENTENCES.get(kind, kind)}, which its cache cannot rewind"
     for what, attributes in _OTHER_LAYERS.items():
         if any(_is_set(getattr(config, attribute, None)) for attribute in attributes):
-            return f"it has {what}, which the method's cache cannot hold"
+            return f"it has {what}, and the method's cache cannot hold that"
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    # A window that the sliding layers never outgrow is judged by `_sliding_window`.
+    for kind in sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+        return f"it has layers of type {kind}, and the method's cache cannot hold that"
     if getattr(config, "alibi", False) or getattr(config, "model_type", None) in ("bloom", "mpt"):
         return "its positions are ALiBi biases, which the method's attention mask does not carry"
     return None
