@@ -238,3 +238,15 @@ class DecodingSettings:
     def one_token(self) -> bool:
         """True if no mask would ever be appended."""
         return (self.rule == "probability" and self.tau >= 1) or self.block_size == 1
+
+
+def default_tau(rule: Rule, *, exact: bool) -> float:
+    """A tau where none is named.
+
+    Exact mode verifies every draft, so drafting as far as possible costs no quality: its tau lets all pass
+    (no vocabulary's entropy reaches 100 nats). Lossy mode takes the paper's 0.95, and for the other rules
+    what they give for a word at 0.95 with all else on one rival.
+    """
+    if exact:
+        return {"probability": 0.0, "margin": 0.0, "entropy": 100.0}[rule]
+    return {"probability": 0.95, "margin": 0.9, "entropy": 0.2}[rule]

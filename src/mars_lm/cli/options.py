@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mars_lm.cli.terminal import Terminal, quiet_libraries
-from mars_lm.settings import DecodingSettings, Rule
+from mars_lm.settings import DecodingSettings, Rule, default_tau
 
 if TYPE_CHECKING:
     from mars_lm.checkpoint import Checkpoint
@@ -116,18 +116,6 @@ def decoding_settings(checkpoint: Checkpoint, named: Mapping[str, Any]) -> Decod
     if "tau" not in values:
         values["tau"] = default_tau(values.get("rule", "probability"), exact=values.get("exact", True))
     return DecodingSettings(**values)
-
-
-def default_tau(rule: Rule, *, exact: bool) -> float:
-    """A tau where none is named.
-
-    Exact mode verifies every draft, so drafting as far as possible costs no quality: its tau lets all pass
-    (no vocabulary's entropy reaches 100 nats). Lossy mode takes the paper's 0.95, and for the other rules
-    what they give for a word at 0.95 with all else on one rival.
-    """
-    if exact:
-        return {"probability": 0.0, "margin": 0.0, "entropy": 100.0}[rule]
-    return {"probability": 0.95, "margin": 0.9, "entropy": 0.2}[rule]
 
 
 def load_checkpoint(
