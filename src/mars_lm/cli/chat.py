@@ -46,10 +46,10 @@ def chat(
     Where stdin is a pipe, each of its lines is a message.
     """
     named = options.asked(
-        exact=exact, tau=tau, rule=rule, block_size=block_size, max_new_tokens=max_new_tokens
+        exact=exact, tau=tau, rule=rule, block_size=block_size, max_new_tokens=max_new_tokens, seed=seed
     )
     terminal = Terminal(no_color=no_color)
-    checkpoint = options.load_checkpoint(model, adapter, dtype, seed=seed, terminal=terminal)
+    checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal)
     conversation = Conversation(checkpoint, named, system, terminal)
     interactive = sys.stdin.isatty()
     if interactive:

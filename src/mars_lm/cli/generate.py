@@ -65,7 +65,7 @@ def generate(
     In a terminal, tokens that came in one forward share a colour. In a pipe, stdout is the text alone.
     """
     named = options.asked(
-        exact=exact, tau=tau, rule=rule, block_size=block_size, max_new_tokens=max_new_tokens
+        exact=exact, tau=tau, rule=rule, block_size=block_size, max_new_tokens=max_new_tokens, seed=seed
     )
     terminal = Terminal(no_color=no_color)
     if input is None and output is not None:
@@ -79,14 +79,14 @@ def generate(
         if answers.done == len(rows):
             terminal.note(f"{answers.name} has the answers to all {plural(len(rows), 'row')} already.")
             return
-        checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal, seed=seed)
+        checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal)
         _many(
             checkpoint, rows, answers, named, batch_size=batch_size, system=system, raw=raw, terminal=terminal
         )
         return
 
     text = _read_prompt(prompt)
-    checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal, seed=seed)
+    checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal)
     from mars_lm.decoding import Engine
 
     settings = options.decoding_settings(checkpoint, named)

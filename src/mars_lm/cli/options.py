@@ -118,9 +118,7 @@ def decoding_settings(checkpoint: Checkpoint, named: Mapping[str, Any]) -> Decod
     return DecodingSettings(**values)
 
 
-def load_checkpoint(
-    model: str | None, adapter: str | None, dtype: str, *, terminal: Terminal, seed: int | None = None
-) -> Checkpoint:
+def load_checkpoint(model: str | None, adapter: str | None, dtype: str, *, terminal: Terminal) -> Checkpoint:
     """The checkpoint that `--model`, `--adapter` and `--dtype` name; the packaged one where none is named.
 
     Raises:
@@ -140,8 +138,4 @@ def load_checkpoint(
             loaded = checkpoint.load_default(dtype=dtype)
     if loaded.mars is None:
         terminal.note(f"{model or adapter} has no MARS settings: an ordinary model, one token per forward.")
-    if seed is not None:
-        import torch
-
-        torch.manual_seed(seed)
     return loaded

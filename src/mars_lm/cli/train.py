@@ -56,15 +56,13 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise MarsError(f"--set {assignment!r}: the value is not valid YAML.") from None
-        overrides[key.strip()] = _number_or_same(value)
+        overrides[key.strip()] = _number_or_same(value) if value == text.strip() else value
     return overrides
 
 
-def _number_or_same(value: Any) -> Any:
-    """YAML 1.1 reads 5e-6, which has no point, as a text; everyone who writes it means the number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def _number_or_same(text: str) -> float | str:
+    """YAML 1.1 reads 5e-6, which has no point, as a text; whoever writes it without quotes means the number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
