@@ -61,7 +61,7 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
 
 
 def _number_or_same(text: str) -> float | str:
-    """YAML 1.1 reads 5e-6, which has no point, as a text; whoever writes it without quotes means the number."""
+    """YAML 1.1 takes 5e-6, which has no point, for a text; whoever writes it bare means the number."""
     try:
         return float(text)
     except ValueError:
