@@ -92,7 +92,7 @@ class Engine:
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         context = int(getattr(model.config, "max_position_embeddings", None) or 2**20)
         # Room for the masks behind a row's last tokens: a group behind every prefix of the longest draft.
-        scratch = self.block_size * (self.block_size - 1)
+        self._scratch = scratch = self.block_size * (self.block_size - 1)
         if max_length is None:
             max_length = min(context, max(_affordable_slots(model) // max_rows - scratch, 2))
         self.max_length = min(max_length, context)
@@ -214,7 +214,8 @@ class Engine:
             self._row_of[row] = request
             state.active[row] = True
             state.tokens[row, :length] = request.prompt_ids
-            state.length[row], state.cached[row], state.drafted[row] = length, 0, 0
+            state.prompt[row] = state.length[row] = length
+            state.cached[row] = state.drafted[row] = 0
             state.limit[row] = min(length + settings.max_new_tokens, self.max_length)
             state.masks[row] = 0 if settings.one_token else (settings.block_size or self.block_size) - 1
             state.exact[row], state.recovery[row] = settings.exact, settings.exact and settings.recovery
@@ -242,7 +243,6 @@ class Engine:
             outputs.append(StepOutput(request.id, new, reason))
             if reason == "error":
                 result.error = "The model's logits were not numbers (NaN), so no token could be chosen."
-                self._model.cache.void_row(row)
             if reason is not None:
                 self._leave(row, reason)
         return outputs
@@ -257,6 +257,8 @@ class Engine:
         request.result.finish_reason = reason
         self._row_of[row] = None
         self._state.active[row] = False
+        if reason == "error" or not request.result.forwards:  # its entries may be no numbers, or nobody knows
+            self._model.cache.wipe(row, int(self._state.length[row]) + self._scratch)
 
 
 def generate(

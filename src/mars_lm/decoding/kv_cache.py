@@ -54,10 +54,10 @@ class WindowCache:
                 flat.index_copy_(0, self._index, new[0].transpose(0, 1))
         return keys, values
 
-    def void_row(self, row: int) -> None:
-        """Wipe a row whose entries may hold NaN, so that the next request there is not touched by them."""
+    def wipe(self, row: int, slots: int) -> None:
+        """Zero a row's first slots where they may hold NaN, so that the next request there is not touched."""
         for buffer in (*self.keys, *self.values):
-            buffer[row].zero_()
+            buffer[row, :slots].zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Models ask only when they are given no position ids; ours always are."""

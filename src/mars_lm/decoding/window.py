@@ -34,6 +34,7 @@ class Rows:
         self.tokens = np.zeros(
             (rows, length), dtype=np.int64
         )  # slot = position; the draft behind the committed
+        self.prompt = np.zeros(rows, dtype=np.int64)  # length of the prompt
         self.length = np.zeros(rows, dtype=np.int64)  # n
         self.cached = np.zeros(rows, dtype=np.int64)  # m
         self.drafted = np.zeros(rows, dtype=np.int64)  # j
@@ -91,9 +92,9 @@ def lay_out(state: Rows, mask_token_id: int, prefill_chunk: int) -> Window:
     rows = np.flatnonzero(state.active)
     pending = state.length[rows] - state.cached[rows]
     if pending.sum() > prefill_chunk:  # rows that decode are always served; prompts share the chunk in order
-        prompt = np.where(pending > WIDE, pending, 0)
-        room = np.maximum(prefill_chunk - (np.cumsum(prompt) - prompt), 0)
-        pending = np.where(prompt > 0, np.minimum(pending, room), pending)
+        prefill = np.where(state.cached[rows] < state.prompt[rows], pending, 0)
+        room = np.maximum(prefill_chunk - (np.cumsum(prefill) - prefill), 0)
+        pending = np.where(prefill > 0, np.minimum(pending, room), pending)
         rows, pending = rows[pending > 0], pending[pending > 0]
     n, m, j = state.length[rows], state.cached[rows], state.drafted[rows]
     ends = m + pending == n
