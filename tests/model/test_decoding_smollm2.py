@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 import pytest
-from decoding_reference import hf_greedy
 
+from decoding_reference import hf_greedy
 from mars_lm.checkpoint import Checkpoint, encode_chat, make_mars_ready
 from mars_lm.decoding import generate
 from mars_lm.settings import DecodingSettings
