@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import mars_lm
-from mars_lm.cli import chat, convert, demo, generate, train
+from mars_lm.cli import chat, convert, demo, generate, knob, serve, train
 from mars_lm.errors import MarsError
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ app.command()(chat.chat)
 app.command()(demo.demo)
 app.command()(convert.convert)
 app.command()(train.train)
+app.command()(serve.serve)
+app.command()(knob.knob)
 
 
 def _show_version(wanted: bool) -> None:
