@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from mars_lm.errors import MarsError
-from mars_lm.settings import Layout, MaskLoss
+from mars_lm.settings import LAYOUTS, MASK_LOSSES, Layout, MaskLoss
 from mars_lm.training.streams import Gaps, Streams
 
 Preset = Literal["mars", "mars-no-sft-loss", "block-diffusion", "ar-sft"]
 
-# A chunk's logits in float32 take CHUNK_TOKENS x vocabulary x 4 bytes, twice with a noisy half: 100 MB at
-# 49k words, which a server's last-level cache still holds in part. Larger chunks gain nothing on a CPU.
+# A chunk keeps CHUNK_TOKENS x vocabulary float32 numbers, twice with a noisy half: 100 MB at 49k words.
 CHUNK_TOKENS = 256
+# A chunk's logits are made and used by so many words at a time, which stay in a core's cache meanwhile: on a
+# CPU the passes of a softmax over memory take longer than the matrix products. A GPU takes all words at once.
+TILE_WORDS = 4096
+# The mask token's logit: never a candidate, in training as in decoding. Finite, as 0 x -inf is no number.
+NEVER = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Objective:
         ar_weight: α, the weight of the clean loss; 0 leaves it out.
         mask_weight: w, the weight of the noisy loss; 0 leaves the noisy stream out.
         gaps: the gaps to AR that stay open.
+    Raises:
+        MarsError: a value is outside its range, or nothing is left to train on.
     """
 
     block_size: int = 4
@@ -36,20 +43,21 @@ class Objective:
     mask_loss: MaskLoss = "ce"
     ar_weight: float = 1.0
     mask_weight: float = 1.0
-    gaps: Gaps = Gaps()
+    gaps: Gaps = dataclasses.field(default_factory=Gaps)
 
     def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise MarsError(f"layout is {self.layout!r}, expected one of {', '.join(LAYOUTS)}.")
+        if self.mask_loss not in MASK_LOSSES:
+            raise MarsError(f"mask_loss is {self.mask_loss!r}, expected one of {', '.join(MASK_LOSSES)}.")
+        if not isinstance(self.block_size, int) or self.block_size < 1:
+            raise MarsError(f"block_size is {self.block_size!r}, expected a whole number of 1 or more.")
         if self.ar_weight < 0 or self.mask_weight < 0 or self.ar_weight + self.mask_weight == 0:
             raise MarsError(
-                f"ar_weight is {self.ar_weight} and mask_weight {self.mask_weight}: expected numbers of 0 or more, "
-                "one of them above 0, or there is nothing to train on."
+                f"ar_weight is {self.ar_weight} and mask_weight {self.mask_weight}: expected numbers of 0 or "
+                "more, one of them above 0, or there is nothing to train on."
             )
-        if (
-            self.mask_loss == "kd"
-            and self.layout == "window"
-            and self.block_size < 2
-            and self.mask_weight > 0
-        ):
+        if self.noisy and self.block_size < 2 and self.layout == "window" and self.gaps.alignment == "next":
             raise MarsError("block_size is 1, which has no masks: expected 2 or more, or preset ar-sft.")
 
     @property
@@ -87,14 +95,75 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **changes: Any) -> Objective:
-    """The objective that a preset's name stands for, with some of its fields changed.
+    """The objective that a preset's name stands for; `changes` are the fields that the preset leaves open.
 
     Raises:
-        MarsError: no preset has this name.
+        MarsError: no preset has this name, or a field is outside its range.
     """
     if name not in PRESETS:
         raise MarsError(f"preset is {name!r}, expected one of {', '.join(PRESETS)}.")
     return Objective(**{**changes, **PRESETS[name]})
+
+
+class _Words:
+    """The distributions over the vocabulary of a chunk of hidden states, made and read tile by tile.
+
+    Each tile keeps exp(logit - the tile's own maximum); what makes probabilities of these is one number a row
+    and tile, known when all tiles are: no pass over the whole chunk is needed.
+
+    Attributes:
+        log_z: [n] log of the sum of exponentials of all logits.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.exponentials: list[torch.Tensor] = []  # [n, width] each
+        self.tops: list[torch.Tensor] = []  # [n] each: the tile's largest logit
+        self.sums: list[torch.Tensor] = []  # [n] each
+        self.log_z = torch.empty(0)
+
+    def add(self, logits: torch.Tensor) -> torch.Tensor:
+        """Take the next tile's logits [n, width]; return them less their row's maximum, in place."""
+        top = logits.amax(dim=-1)
+        self.tops.append(top)
+        return logits.sub_(top[:, None])
+
+    def exponentiate(self, shifted: torch.Tensor) -> torch.Tensor:
+        """Turn what `add` returned into exponentials, in place, and keep them."""
+        exponentials = shifted.exp_()
+        self.exponentials.append(exponentials)
+        self.sums.append(exponentials.sum(dim=-1))
+        return exponentials
+
+    def finish(self) -> None:
+        """All tiles are there: normalise."""
+        self.top = torch.stack(self.tops)  # [tiles, n]
+        self.log_z = (self.top + torch.stack(self.sums).log()).logsumexp(dim=0)
+        self.scales = (self.top - self.log_z).exp()  # exponentials x scales = probabilities
+
+    def probabilities(self, tile: int) -> torch.Tensor:
+        """[n, width] a tile's probabilities, a new tensor."""
+        return self.exponentials[tile] * self.scales[tile][:, None]
+
+    def best(self) -> torch.Tensor:
+        """[n] the most likely word of each row."""
+        if len(self.exponentials) == 1:
+            return self.exponentials[0].argmax(dim=-1)
+        tile_of_best = self.top.argmax(dim=0)
+        best = torch.empty(self.rows, dtype=torch.int64, device=tile_of_best.device)
+        begin = 0
+        for tile, exponentials in enumerate(self.exponentials):
+            at = (tile_of_best == tile).nonzero()[:, 0]
+            best[at] = exponentials[at].argmax(dim=-1) + begin
+            begin += exponentials.shape[1]
+        return best
+
+
+def _subtract_one(tile: torch.Tensor, words: torch.Tensor, begin: int) -> None:
+    """Subtract 1 from the entry of each row's word, where it lies in the tile whose first word is `begin`."""
+    inside = (words >= begin) & (words < begin + tile.shape[1])
+    at = (words - begin).clamp(0, tile.shape[1] - 1)
+    tile.scatter_add_(1, at[:, None], -inside.to(tile.dtype)[:, None])
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -106,7 +175,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -115,131 +184,165 @@ class _ChunkedLoss(torch.autograd.Function):
         objective: Objective,
         count: float | torch.Tensor,
         mask_token_id: int,
+        logit_scale: float,
     ) -> tuple[torch.Tensor, ...]:
-        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32)
-            if ctx.needs_input_grad[1] and hidden.numel()
-            else None
-        )
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        compute = (
-            torch.get_autocast_dtype(hidden.device.type)
-            if torch.is_autocast_enabled(hidden.device.type)
-            else None
-        )
-        compute = compute or weight.dtype
+        device = hidden.device
+        compute = weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            compute = torch.get_autocast_dtype(device.type)
         projection = weight.to(compute)
+        words = weight.shape[0]
+        tile_words = TILE_WORDS if device.type == "cpu" else words
+        tiles = [(begin, min(begin + tile_words, words)) for begin in range(0, words, tile_words)]
+
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+        with_grad = grad_hidden is not None or grad_weight is not None or grad_bias is not None
+
         distances = max(objective.block_size + 1, 2) + 1
-        zero = hidden.new_zeros((), dtype=torch.float32)
-        clean_sum, noisy_sum = zero.clone(), zero.clone()
+        clean_sum, noisy_sum = (hidden.new_zeros((), dtype=torch.float32) for _ in range(2))
         seen, right, agreeing = (hidden.new_zeros(distances, dtype=torch.float32) for _ in range(3))
 
-        def logits_of(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            chunk = hidden[index].to(compute)
-            logits = (chunk @ projection.t()).float()
+        def logits_of(chunk: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+            logits = (chunk @ projection[begin:end].t()).float()
             if bias is not None:
-                logits += bias
-            logits[:, mask_token_id] = -torch.inf  # never a candidate, in training as in decoding
-            return chunk, logits
+                logits.add_(bias[begin:end], alpha=logit_scale)
+            if begin <= mask_token_id < end:
+                logits[:, mask_token_id - begin] = NEVER
+            return logits
 
         def give_back(
-            index: torch.Tensor, chunk: torch.Tensor, grad_logits: torch.Tensor, scale: Any
+            grad: torch.Tensor, index: torch.Tensor, chunk: torch.Tensor, begin: int, end: int, factor: float
         ) -> None:
-            grad_logits = grad_logits.mul_(scale)
+            """Carry the gradient of a tile's logits, times `factor`, over to what they were made from."""
             if grad_bias is not None:
-                grad_bias.add_(grad_logits.sum(dim=0))
-            grad_logits = grad_logits.to(compute)
+                grad_bias[begin:end].add_(grad.sum(dim=0), alpha=factor * logit_scale)
+            grad = grad.to(compute)
             if grad_weight is not None:
-                grad_weight.add_(grad_logits.t() @ chunk)
+                grad_weight[begin:end].add_(grad.t() @ chunk, alpha=factor)
             if grad_hidden is not None:
-                # Two predictions never share a hidden state within a stream, so a plain write would do;
-                # index_add keeps that from being a condition.
-                grad_hidden.index_add_(0, index, (grad_logits @ projection).to(grad_hidden.dtype))
+                part = (grad @ projection[begin:end]).to(grad_hidden.dtype)
+                grad_hidden.index_add_(0, index, part, alpha=factor * logit_scale)
 
         need_clean = objective.ar_weight > 0
         teacher = objective.mask_loss == "kd" and objective.noisy
-        order = streams.pair.argsort(stable=True)  # noisy predictions in the order of their targets
-        sorted_pair = streams.pair[order].contiguous()
-        with_grad = grad_hidden is not None or grad_weight is not None
         total = streams.clean_target.numel()
-        for begin in range(0, total, CHUNK_TOKENS):
-            end = min(begin + CHUNK_TOKENS, total)
-            low, high = torch.searchsorted(
-                sorted_pair, torch.tensor([begin, end], device=hidden.device)
-            ).tolist()
-            picks = order[low:high]
-            clean_probabilities = clean_best = None
-            if need_clean or (teacher and len(picks)):
-                index, target = streams.clean_index[begin:end], streams.clean_target[begin:end]
-                chunk, logits = logits_of(index)
-                clean_best = logits.argmax(dim=-1)
-                log_z = logits.logsumexp(dim=-1)
-                picked = logits.gather(1, target[:, None])[:, 0]
-                clean_probabilities = logits.sub_(log_z[:, None]).exp_()
-                if need_clean:
-                    clean_sum += (log_z - picked).sum()
-            if len(picks):
-                noisy_index, noisy_target = streams.noisy_index[picks], streams.noisy_target[picks]
-                mate = streams.pair[picks] - begin
-                noisy_chunk, noisy_logits = logits_of(noisy_index)
-                best = noisy_logits.argmax(dim=-1)
-                noisy_log_z = noisy_logits.logsumexp(dim=-1)
-                at = streams.distance[picks].clamp(max=distances - 1)
-                seen.index_add_(0, at, torch.ones_like(noisy_log_z))
-                right.index_add_(0, at, (best == noisy_target).float())
-                if clean_best is not None:
-                    agreeing.index_add_(0, at, (best == clean_best[mate]).float())
-                if teacher:
-                    assert clean_probabilities is not None
-                    wanted = clean_probabilities[mate]
-                    # 0 x -inf at the mask token's word is no number, and stands for 0.
-                    noisy_logits[:, mask_token_id] = 0.0
-                    expected = torch.linalg.vecdot(wanted, noisy_logits)
-                    noisy_logits[:, mask_token_id] = -torch.inf
-                    noisy_sum += (noisy_log_z - expected).sum()
-                    if with_grad:
-                        grad = noisy_logits.sub_(noisy_log_z[:, None]).exp_().sub_(wanted)
-                        give_back(noisy_index, noisy_chunk, grad, objective.mask_weight / count)
-                    del wanted
-                else:
-                    noisy_sum += (noisy_log_z - noisy_logits.gather(1, noisy_target[:, None])[:, 0]).sum()
-                    if with_grad:
-                        grad = noisy_logits.sub_(noisy_log_z[:, None]).exp_()
-                        grad.scatter_add_(1, noisy_target[:, None], -torch.ones_like(noisy_log_z)[:, None])
-                        give_back(noisy_index, noisy_chunk, grad, objective.mask_weight / count)
-                del noisy_logits
-            if need_clean and with_grad:
-                assert clean_probabilities is not None
-                clean_probabilities.scatter_add_(1, target[:, None], -torch.ones_like(log_z)[:, None])
-                give_back(index, chunk, clean_probabilities, objective.ar_weight / count)
+        for begin, end, low, high in _chunks(streams.pair, total):
+            index, target = streams.clean_index[begin:end], streams.clean_target[begin:end]
+            noisy_index, noisy_target = streams.noisy_index[low:high], streams.noisy_target[low:high]
+            mate = streams.pair[low:high] - begin  # the clean prediction of the same target
+            clean = _Words(end - begin) if need_clean or (teacher and high > low) else None
+            noisy = _Words(high - low) if high > low else None
+            # The scale is put on the hidden states, which are smaller than the logits.
+            chunk = hidden[index].to(compute) * logit_scale if clean else hidden[:0]
+            noisy_chunk = hidden[noisy_index].to(compute) * logit_scale if noisy else hidden[:0]
+            wanted_logit = hidden.new_zeros((high - low, len(tiles)), dtype=torch.float32)
+            picked = hidden.new_zeros(end - begin, dtype=torch.float32)
 
-        loss = (objective.ar_weight * clean_sum + objective.mask_weight * noisy_sum) / count
+            for number, (first, last) in enumerate(tiles):
+                exponentials = None
+                if clean:
+                    shifted = clean.add(logits_of(chunk, first, last))
+                    picked += _picked(shifted, target, first, clean.tops[-1])
+                    exponentials = clean.exponentiate(shifted)
+                if noisy:
+                    shifted = noisy.add(logits_of(noisy_chunk, first, last))
+                    if teacher:
+                        assert exponentials is not None
+                        # Σ over the tile's words of the teacher's exponential x the student's shifted logit.
+                        wanted_logit[:, number] = torch.linalg.vecdot(exponentials[mate], shifted)
+                    else:
+                        wanted_logit[:, number] = _picked(shifted, noisy_target, first, noisy.tops[-1])
+                    noisy.exponentiate(shifted)
+
+            if clean:
+                clean.finish()
+                if need_clean:
+                    clean_sum += (clean.log_z - picked).sum()
+            if noisy:
+                noisy.finish()
+                expected = wanted_logit.sum(dim=1)
+                if teacher:
+                    assert clean is not None
+                    # With the shift undone and the exponentials made probabilities: Σ p(word) x logit(word).
+                    shares = clean.scales * torch.stack(clean.sums)  # [tiles, n] a tile's total probability
+                    expected = (wanted_logit * clean.scales.t()[mate]).sum(dim=1)
+                    expected += (shares.t()[mate] * noisy.top.t()).sum(dim=1)
+                noisy_sum += (noisy.log_z - expected).sum()
+                at = streams.distance[low:high].clamp(max=distances - 1)
+                best = noisy.best()
+                seen.index_add_(0, at, torch.ones_like(noisy.log_z))
+                right.index_add_(0, at, (best == noisy_target).float())
+                if clean:
+                    agreeing.index_add_(0, at, (best == clean.best()[mate]).float())
+
+            for number, (first, last) in enumerate(tiles) if with_grad else ():
+                clean_grad = clean.probabilities(number) if clean else None
+                if noisy:
+                    noisy_grad = noisy.probabilities(number)
+                    if teacher:
+                        assert clean_grad is not None
+                        noisy_grad -= clean_grad[mate]
+                    else:
+                        _subtract_one(noisy_grad, noisy_target, first)
+                    give_back(noisy_grad, noisy_index, noisy_chunk, first, last, objective.mask_weight)
+                if need_clean:
+                    assert clean_grad is not None
+                    _subtract_one(clean_grad, target, first)
+                    give_back(clean_grad, index, chunk, first, last, objective.ar_weight)
+
         ctx.grads = (grad_hidden, grad_weight, grad_bias)
-        ctx.weight_dtype = weight.dtype
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.count = count
         ctx.mark_non_differentiable(clean_sum, noisy_sum, seen, right, agreeing)
+        loss = (objective.ar_weight * clean_sum + objective.mask_weight * noisy_sum) / count
         return loss, clean_sum, noisy_sum, seen, right, agreeing
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
-        grad_hidden, grad_weight, grad_bias = ctx.grads
-        scaled = [None if g is None else g.mul_(grad_loss) for g in (grad_hidden, grad_weight, grad_bias)]
-        if scaled[1] is not None:
-            scaled[1] = scaled[1].to(ctx.weight_dtype)
-        return (*scaled, None, None, None, None)
+    def backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+        factor = grad_loss / ctx.count
+        scaled = [
+            None if grad is None else grad.mul_(factor).to(dtype)
+            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, *[None] * 5)
 
 
-@dataclasses.dataclass
-class LossParts:
+def _chunks(pair: torch.Tensor, total: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut the clean predictions into chunks: their range, and that of the noisy ones of the same targets.
+
+    Args:
+        pair: [N] int64, rising: the clean prediction that each noisy one shares its target with.
+        total: how many clean predictions there are.
+    """
+    bounds = [*range(0, total, CHUNK_TOKENS), total]
+    places = torch.searchsorted(pair, torch.tensor(bounds, device=pair.device)).tolist()
+    for number in range(len(bounds) - 1):
+        yield bounds[number], bounds[number + 1], places[number], places[number + 1]
+
+
+def _picked(shifted: torch.Tensor, words: torch.Tensor, begin: int, top: torch.Tensor) -> torch.Tensor:
+    """[n] the logit of each row's word where it lies in this tile, else 0."""
+    inside = (words >= begin) & (words < begin + shifted.shape[1])
+    at = (words - begin).clamp(0, shifted.shape[1] - 1)
+    return torch.where(inside, shifted.gather(1, at[:, None])[:, 0] + top, 0.0)
+
+
+class LossParts(NamedTuple):
     """A micro-batch's loss and what it is made of.
+
+    A tuple, so that DDP, FSDP and autocast find the tensors in it.
 
     Args:
         loss: scalar, `(Σ w·CE over noisy targets + α·Σ CE over clean targets) / N`, with gradient.
         clean_sum, noisy_sum: scalars, the two sums of cross entropies in nats, unweighted, without gradient.
         clean_count, noisy_count: how many predictions each sum has.
-        block_starts: how many noisy predictions stand at a block's first position.
-        seen, right, agreeing: [distances] noisy predictions per distance, those whose best word is the data's,
-            and those whose best word is the clean stream's best (what exact mode accepts).
+        block_starts: scalar, how many noisy predictions stand at a block's first position.
+        seen, right, agreeing: [distances] noisy predictions per distance, those whose best word is the
+            data's, and those whose best word is the clean stream's best (what exact mode accepts).
     """
 
     loss: torch.Tensor
@@ -247,7 +350,7 @@ class LossParts:
     noisy_sum: torch.Tensor
     clean_count: int
     noisy_count: int
-    block_starts: int
+    block_starts: torch.Tensor
     seen: torch.Tensor
     right: torch.Tensor
     agreeing: torch.Tensor
@@ -261,6 +364,7 @@ def compute_loss(
     count: float | torch.Tensor,
     *,
     mask_token_id: int,
+    logit_scale: float = 1.0,
 ) -> LossParts:
     """The loss of one micro-batch (SPEC 2).
 
@@ -271,10 +375,17 @@ def compute_loss(
         objective: the loss's weights and kind.
         count: N, the supervised clean tokens of the whole optimizer step.
         mask_token_id: the word that gets no probability.
+        logit_scale: what the model multiplies its logits with.
     """
-    weight, bias = output_embeddings.weight, getattr(output_embeddings, "bias", None)
     loss, clean_sum, noisy_sum, seen, right, agreeing = _ChunkedLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, streams, objective, count, mask_token_id
+        hidden.reshape(-1, hidden.shape[-1]),
+        output_embeddings.weight,
+        getattr(output_embeddings, "bias", None),
+        streams,
+        objective,
+        count,
+        mask_token_id,
+        logit_scale,
     )
     return LossParts(
         loss=loss,
@@ -282,7 +393,7 @@ def compute_loss(
         noisy_sum=noisy_sum,
         clean_count=streams.clean_target.numel() if objective.ar_weight > 0 else 0,
         noisy_count=streams.noisy_target.numel(),
-        block_starts=int((streams.distance == 2).sum()),
+        block_starts=(streams.distance == 2).sum(),
         seen=seen,
         right=right,
         agreeing=agreeing,

@@ -8,10 +8,11 @@ packed or spread over other ranks trains the same predictions.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
+from mars_lm.errors import MarsError
 from mars_lm.settings import Layout
 
 IGNORE = -100  # the label of a token that nothing is trained to predict, as in Hugging Face's losses
@@ -27,11 +28,20 @@ class Gaps:
         alignment: the noisy position i predicts token i+1 (`next`) or token i (`same`).
 
     The fourth gap, generation order, is a matter of decoding.
+
+    Raises:
+        MarsError: a switch has no such position.
     """
 
     masking: Literal["all", "random"] = "all"
     attention: Literal["causal", "bidirectional"] = "causal"
     alignment: Literal["next", "same"] = "next"
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            choices, value = get_args(hint), getattr(self, name)
+            if value not in choices:
+                raise MarsError(f"gap_{name} is {value!r}, expected one of {', '.join(choices)}.")
 
 
 @dataclasses.dataclass
@@ -51,7 +61,7 @@ class Streams:
         clean_index: [C] int64, places in the flattened [R·T] whose logits predict `clean_target` [C].
         noisy_index: [N] int64, likewise for the noisy predictions of `noisy_target` [N].
         pair: [N] int64, for each noisy prediction the clean one of the same target (an index into [C]): its
-            teacher under `mask_loss = kd`.
+            teacher under `mask_loss = kd`. Strictly rising, as both are numbered row by row, left to right.
         distance: [N] int64, how far the target lies behind the last clean token that the prediction sees;
             2 … B in the `window` layout. Distance 1 is AR.
     """
@@ -152,7 +162,8 @@ def build(
 
     Args:
         input_ids: [R, L] int64, rows of one example or of several packed ones, padded anywhere.
-        labels: [R, L] int64; the token itself where it is to be predicted (the response), else -100.
+        labels: [R, L] int64; the token itself where it is to be predicted (the response), else -100. The mask
+            token, which has no probability, is never to be predicted.
         example: [R, L] int64; 0 is padding, else the example's number in its row, from 1.
         position_ids: [R, L] int64, from 0 in each example.
         mask_token_id: the id that noisy tokens carry.
@@ -160,7 +171,7 @@ def build(
         layout: `window` or `paper`.
         gaps: which gaps to leave open; the default closes all that MARS closes.
         noisy: False leaves the noisy stream out (AR SFT).
-        seed, visit: with the example's tokens they set the phase, and the share of masks under random masking.
+        seed, visit: with the example's tokens they set the phase, and under random masking the masks.
     """
     device = input_ids.device
     rows, length = input_ids.shape
@@ -221,18 +232,14 @@ def build(
     noisy_ids = torch.where(masked, mask_token_id, input_ids)
     present = torch.cat([real, covered], dim=1)
     width = int(present.sum(dim=1).max()) if present.numel() else 0
-    order = torch.argsort(~present, dim=1, stable=True)[:, :width]
-    new_place = torch.empty_like(present, dtype=torch.int64)
-    new_place.scatter_(
-        1,
-        torch.argsort(~present, dim=1, stable=True),
-        torch.arange(2 * length, device=device).expand(rows, -1),
-    )
+    order = torch.argsort(~present, dim=1, stable=True)
+    new_place = torch.empty_like(order)
+    new_place.scatter_(1, order, torch.arange(2 * length, device=device).expand(rows, -1))
     flat = new_place + torch.arange(rows, device=device)[:, None] * width
 
     def merged(clean_part: torch.Tensor, noisy_part: torch.Tensor, fill: int) -> torch.Tensor:
         both = torch.where(present, torch.cat([clean_part, noisy_part], dim=1), fill)
-        return both.gather(1, order)
+        return both.gather(1, order[:, :width])
 
     clean_place, noisy_place = flat[:, :length], flat[:, length:]
     target_row, target_column = response.nonzero(as_tuple=True)
