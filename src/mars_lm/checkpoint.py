@@ -185,7 +185,7 @@ def save(
         raise MarsError("The model carries an adapter: merge it before saving, or save the adapter alone.")
     _forget_gguf(model)
     _drop_unused_sampling(model)
-    with _replaced(directory) as temporary:
+    with _replaced(directory) as temporary, _quiet(True):
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         if provenance is not None:

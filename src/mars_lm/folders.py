@@ -37,7 +37,7 @@ def replaced_folder(directory: str | Path, *, replaces: Callable[[str], bool]) -
         replaces: says of a top-level name in the old folder whether it is part of what is being replaced;
             all else is the user's, and is carried over into the new folder.
     Raises:
-        MarsError: no space left, no permission, or a path that cannot be a folder; `directory` is as before.
+        MarsError: no space left, no permission, or a path that cannot be a folder; all is as before.
     """
     target = Path(os.path.realpath(directory))
     temporary: Path | None = None
@@ -55,7 +55,8 @@ def replaced_folder(directory: str | Path, *, replaces: Callable[[str], bool]) -
             _carry_over(target, temporary, replaces)
         _sync_tree(temporary)
         _put_in_place(temporary, target)
-        _sync(target.parent)
+        with contextlib.suppress(OSError):  # it is in its place by now; the disk learns of it a little later
+            _sync(target.parent)
     except OSError as error:
         raise MarsError(_disk_sentence(error, directory)) from error
     finally:

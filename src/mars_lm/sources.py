@@ -62,6 +62,8 @@ def locate(name: str) -> Source:
     Raises:
         MarsError: nothing there, no model, or a damaged one.
     """
+    if not name:
+        raise MarsError("The model's name is empty: expected a Hub id, a folder, or a .gguf file.")
     path = Path(name).expanduser()
     if path.is_dir():
         _check_folder(path)

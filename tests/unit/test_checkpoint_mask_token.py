@@ -63,13 +63,47 @@ class TestOrder:
         assert tokenizer.decode([mask, 70], skip_special_tokens=True) == tokenizer.decode([70])
 
     def test_smollm2_gives_empty_output(self) -> None:
-        names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>", "<gh_stars>", "<issue_start>", "<issue_comment>", "<issue_closed>", "<jupyter_start>", "<jupyter_text>", "<jupyter_code>", "<jupyter_output>", "<jupyter_script>", "<empty_output>"]
+        names = [
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            "<repo_name>",
+            "<reponame>",
+            "<file_sep>",
+            "<filename>",
+            "<gh_stars>",
+            "<issue_start>",
+            "<issue_comment>",
+            "<issue_closed>",
+            "<jupyter_start>",
+            "<jupyter_text>",
+            "<jupyter_code>",
+            "<jupyter_output>",
+            "<jupyter_script>",
+            "<empty_output>",
+        ]
         tokenizer = tiny_tokenizer(special_tokens=names)
         assert ready(full(tokenizer), tokenizer).mask_token_id == names.index("<empty_output>") == 16
 
     @pytest.mark.parametrize(
         "name",
-        ["<tool_call>", "<|function|>", "<think>", "</think>", "<|vision_start|>", "<|image_pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|eot_id|>", "<|start_header_id|>", "<start_of_turn>", "<|python_tag|>", "<|fim_middle|>", "<something>"],
+        [
+            "<tool_call>",
+            "<|function|>",
+            "<think>",
+            "</think>",
+            "<|vision_start|>",
+            "<|image_pad|>",
+            "<|user|>",
+            "<|assistant|>",
+            "<|system|>",
+            "<|eot_id|>",
+            "<|start_header_id|>",
+            "<start_of_turn>",
+            "<|python_tag|>",
+            "<|fim_middle|>",
+            "<something>",
+        ],
     )
     def test_tokens_that_steer_a_chat_are_never_taken(self, name: str) -> None:
         tokenizer = tiny_tokenizer(special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>", name))
