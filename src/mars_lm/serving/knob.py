@@ -120,10 +120,10 @@ class LoadController:
     """The emptier the server, the more careful its default τ (SPEC 6).
 
     Load is the share of occupied rows plus the queue's length over `target_queue`. Up to `QUIET` τ is at
-    its careful bound, from `BUSY` on at its fast one, and between them in proportion. Two things keep it from
-    hunting: the load is smoothed, quickly when it rises and slowly when it falls; and τ follows with play, as
-    a gear does: a change of direction is felt only once it exceeds the play, so what merely wobbles moves
-    nothing.
+    its careful bound, from `BUSY` on at its fast one, and between them in proportion. What keeps it from
+    hunting: a queue adds up what τ lets pass, so a τ that answered late would swing with it; the load is
+    smoothed only briefly against that (a little longer when it falls), τ is a straight line of it, without a
+    memory of its own, and it moves once the line is a `STEP` away.
 
     Args:
         low, high: the bounds of τ.
@@ -131,9 +131,8 @@ class LoadController:
     """
 
     QUIET, BUSY = 0.5, 2.0
-    RISE_SECONDS, FALL_SECONDS = 1.0, 8.0
-    PLAY = 0.15  # of the way between the bounds
-    STEP = 1 / 64  # of the way between the bounds: smaller changes are not worth telling anyone
+    RISE_SECONDS, FALL_SECONDS = 2.0, 4.0
+    STEP = 1 / 128  # of the way between the bounds
 
     def __init__(self, low: float, high: float, target_queue: int) -> None:
         if not 0 <= low <= high:
@@ -143,7 +142,6 @@ class LoadController:
         self.low, self.high, self.target_queue = low, high, target_queue
         self.load = 0.0
         self.position = 0.0  # 0: careful, 1: fast
-        self._geared = -self.PLAY / 2
         self._last: float | None = None
 
     def tau(self, now: float, running: float, waiting: float, rule: Rule) -> float:
@@ -158,12 +156,8 @@ class LoadController:
         self._last = now
         smoothing = self.RISE_SECONDS if load > self.load else self.FALL_SECONDS
         self.load += (load - self.load) * -math.expm1(-elapsed / smoothing)
-        # The play reaches beyond both ends, so that either bound is reached in spite of it.
-        half = self.PLAY / 2
         wanted = min(max((self.load - self.QUIET) / (self.BUSY - self.QUIET), 0.0), 1.0)
-        wanted = wanted * (1 + 2 * self.PLAY) - self.PLAY
-        self._geared = min(max(self._geared, wanted - half), wanted + half)
-        position = round(min(max(self._geared, 0.0), 1.0) / self.STEP) * self.STEP
-        self.position = position
+        if abs(wanted - self.position) >= self.STEP or wanted in (0.0, 1.0):
+            self.position = wanted
         careful, fast = (self.low, self.high) if rule == "entropy" else (self.high, self.low)
-        return careful + (fast - careful) * position
+        return careful + (fast - careful) * self.position

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from mars_lm.checkpoint import Checkpoint
 
 
+# What an answer on the page may have: a hand that tries things out wants to see its end.
+MAX_PAGE_TOKENS = 512
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What the server takes from one client, and in all.
