@@ -281,9 +281,15 @@ def _load_base(where: Source, revision: str | None, wanted: Any, *, merges: bool
         with told_in_one_sentence(f"{where.name} has no tokenizer that can be read"):
             tokenizer = AutoTokenizer.from_pretrained(where.path, **options)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where.path, dtype=dtype, output_loading_info=True, **options
+            where.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+    # Tensors of another shape, or missing ones, would silently be random.
     model, report = loaded
+    for key, found, expected in sorted(report["mismatched_keys"])[:1]:
+        raise MarsError(
+            f"{where.name} is not of one piece: {key} has shape {list(found)}, by its configuration "
+            f"{list(expected)}; copy or download it again."
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise MarsError(
@@ -299,16 +305,18 @@ def _load_base(where: Source, revision: str | None, wanted: Any, *, merges: bool
 
 @contextlib.contextmanager
 def _quiet(quiet: bool) -> Iterator[None]:
-    """No progress bars for work that takes a moment; a download keeps its own."""
-    bars = transformers.utils.logging
-    if not quiet or not bars.is_progress_bar_enabled():
-        yield
-        return
-    bars.disable_progress_bar()
+    """No progress bars for work that takes a moment (a download keeps its own), no tables of tensors."""
+    talk = transformers.utils.logging
+    bars, verbosity = talk.is_progress_bar_enabled(), talk.get_verbosity()
+    talk.set_verbosity_error()
+    if quiet:
+        talk.disable_progress_bar()
     try:
         yield
     finally:
-        bars.enable_progress_bar()
+        talk.set_verbosity(verbosity)
+        if bars:
+            talk.enable_progress_bar()
 
 
 def _forget_gguf(model: Any) -> None:
