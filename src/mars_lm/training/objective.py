@@ -32,7 +32,8 @@ class Objective:
         layout: how the noisy stream is laid out.
         mask_loss: `ce` (the data's token) or `kd` (the clean stream's own distribution, detached).
         ar_weight: α, the weight of the clean loss; 0 leaves it out.
-        mask_weight: w, the weight of the noisy loss; 0 leaves the noisy stream out.
+        mask_weight: w, the weight of each noisy prediction; 0 leaves the noisy stream out.
+        phases: how many noisy streams share one clean one (`streams.build`).
         gaps: the gaps to AR that stay open.
     Raises:
         MarsError: a value is outside its range, or nothing is left to train on.
@@ -43,6 +44,7 @@ class Objective:
     mask_loss: MaskLoss = "ce"
     ar_weight: float = 1.0
     mask_weight: float = 1.0
+    phases: int = 1
     gaps: Gaps = dataclasses.field(default_factory=Gaps)
 
     def __post_init__(self) -> None:
@@ -52,6 +54,10 @@ class Objective:
             raise MarsError(f"mask_loss is {self.mask_loss!r}, expected one of {', '.join(MASK_LOSSES)}.")
         if not isinstance(self.block_size, int) or self.block_size < 1:
             raise MarsError(f"block_size is {self.block_size!r}, expected a whole number of 1 or more.")
+        if not isinstance(self.phases, int) or not 1 <= self.phases <= max(self.block_size, 1):
+            raise MarsError(
+                f"phases is {self.phases!r}, expected a whole number from 1 to block_size ({self.block_size})."
+            )
         if self.ar_weight < 0 or self.mask_weight < 0 or self.ar_weight + self.mask_weight == 0:
             raise MarsError(
                 f"ar_weight is {self.ar_weight} and mask_weight {self.mask_weight}: expected numbers of 0 or "

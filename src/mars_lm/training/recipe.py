@@ -34,6 +34,7 @@ class Recipe:
     lora_dropout: float = 0.0
     attention: str | None = None
     precision: str = "auto"  # auto, float32, bfloat16; what the matrix products run in
+    save_dtype: str = "float32"  # of the result's weights; training keeps float32 ones in any case
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
     own = typing.get_type_hints(Recipe)
     del own["training"]
     hints = {**typing.get_type_hints(MarsConfig), **own}
-    for name in sorted(values):
+    for name in list(values):
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else "."
@@ -68,6 +69,10 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
         )
     if recipe.eval_rows < 0 or recipe.lora_rank < 0:
         raise MarsError(f"{path}: eval_rows and lora_rank are expected to be 0 or more.")
+    if recipe.save_dtype not in ("float32", "bfloat16", "float16"):
+        raise MarsError(
+            f"{path}: save_dtype is {recipe.save_dtype!r}, expected float32, bfloat16 or float16."
+        )
     if not 0 <= recipe.lora_dropout < 1:
         raise MarsError(f"{path}: lora_dropout is {recipe.lora_dropout}, expected a number from 0 to 1.")
     return recipe

@@ -22,7 +22,7 @@ from transformers.integrations import deepspeed
 
 from mars_lm import base_weights
 from mars_lm import checkpoint as checkpoints
-from mars_lm.adapters import read_adapter
+from mars_lm.adapters import SETTINGS_FILE, read_adapter
 from mars_lm.errors import MarsError
 from mars_lm.folders import is_no_space
 from mars_lm.mask_token import adopt_mask_token
@@ -198,7 +198,7 @@ def train(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -
                 "command again to go on from there.",
                 keeper.signal,
             )
-        return _export(trainer, folder / "final")
+        return _export(trainer, folder / "final", recipe.save_dtype)
     except OSError as error:
         if is_no_space(error):
             raise MarsError(
@@ -406,16 +406,23 @@ def _is_sharded(trainer: MarsTrainer) -> bool:
     return bool(trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
 
 
-def _export(trainer: MarsTrainer, folder: Path) -> Path:
+def _export(trainer: MarsTrainer, folder: Path, dtype: str) -> Path:
     """Save what was trained, on the main process."""
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    lora = isinstance(trained, peft.PeftModel)
+    ordinary = not trainer.objective.noisy  # without a noisy stream, the result is an AR model like any other
+    if ordinary and not lora:
+        del trained.config.mars
     if _is_sharded(trainer):
         trainer.save_model(str(folder))  # all ranks gather the weights
     elif trainer.accelerator.is_main_process:
-        trained = trainer.accelerator.unwrap_model(trainer.model)
         facts = {**trainer.provenance, "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
-        if isinstance(trained, peft.PeftModel):
-            checkpoints.save_adapter(trained, trainer.mars, facts, folder)
+        if lora:
+            checkpoints.save_adapter(trained, trainer.mars, facts, folder, dtype=dtype)
         else:
+            trained = trained.to(getattr(torch, dtype))
             checkpoints.save(trained, trainer._tokenizer, folder, provenance=facts)
+    if ordinary and trainer.accelerator.is_main_process:
+        (folder / SETTINGS_FILE).unlink(missing_ok=True)
     trainer.accelerator.wait_for_everyone()
     return folder

@@ -144,6 +144,88 @@ def example_keys(
     return _mix(sums.gather(1, example) + _mix(torch.tensor(seed * 1000003 + visit, device=input_ids.device)))
 
 
+@dataclasses.dataclass
+class _Blocks:
+    """One laying out of the noisy stream, over the clean tokens' places: [R, L] each.
+
+    Args:
+        covered: where a noisy token stands.
+        predicts: where it is scored.
+        masked: where it is a mask, and not the token itself.
+        start: column of its block's first token; start_position: the position of that token.
+    """
+
+    covered: torch.Tensor
+    predicts: torch.Tensor
+    masked: torch.Tensor
+    start: torch.Tensor
+    start_position: torch.Tensor
+
+
+def _following(x: torch.Tensor, fill: int) -> torch.Tensor:
+    """What stands one column further right."""
+    return torch.nn.functional.pad(x[:, 1:], (0, 1), value=fill)
+
+
+def _lay_blocks(
+    response: torch.Tensor,
+    example: torch.Tensor,
+    position_ids: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    block_size: int,
+    layout: Layout,
+    gaps: Gaps,
+    turn: int,
+) -> _Blocks:
+    """Tile the responses with blocks; `turn` moves the `window` layout's phase on by so many tokens."""
+    device = response.device
+    rows, length = response.shape
+    real = example > 0
+    at = torch.arange(length, device=device).expand(rows, length)
+    if layout == "window":
+        before = torch.nn.functional.pad(response[:, :-1], (1, 0))
+        same_example = torch.nn.functional.pad(example[:, :-1], (1, 0)) == example
+        starts_run = response & ~(before & same_example)
+        run_start = torch.where(starts_run, at, 0).cummax(dim=1).values  # where this response began
+        offset = at - run_start
+        # The key of the run's first token would do for one response; with several, each draws its own phase.
+        phase = (_mix(key + position_ids.gather(1, run_start)) + turn) % block_size
+        in_first = offset < phase  # the shorter block that the phase leaves at the head of the response
+        start = run_start + torch.where(in_first, 0, phase + (offset - phase) // block_size * block_size)
+        covered = predicts = response
+        # A block's last token needs no mask of its own: nothing in the block comes behind it.
+        if gaps.alignment == "next":
+            covered = predicts = (
+                response & _following(response.long(), 0).bool() & (_following(start, -1) == start)
+            )
+    else:
+        start = at - position_ids % block_size
+        covered = real
+        if gaps.alignment == "next":
+            predicts = _following(response.long(), 0).bool() & (_following(example, 0) == example) & real
+        else:
+            predicts = response
+    start_position = position_ids - (at - start)
+
+    masked = response
+    if gaps.masking == "random":
+        # Each block draws the share of its masks, and each of its tokens whether it is one. The block's
+        # "luckiest" token is masked in any case, so that no block goes without.
+        key = key + 104729 * turn
+        share = (_mix(key + 7 * start_position + 1) % 65536).float() / 65536
+        draw = (_mix(key * 31 + 13 * position_ids + 5) % 65536).float() / 65536
+        slot = start + torch.arange(rows, device=device)[:, None] * length
+        lowest = torch.full((rows * length,), 2.0, device=device)
+        lowest.scatter_reduce_(0, slot[response], draw[response], "amin")
+        masked = response & ((draw < share) | (draw == lowest[slot]))
+    if gaps.alignment == "same" or (gaps.masking == "random" and gaps.attention == "bidirectional"):
+        # A target whose own token lies open before the prediction's eyes teaches nothing.
+        open_target = masked if gaps.alignment == "same" else _following(masked.long(), 0).bool()
+        predicts = predicts & open_target
+    return _Blocks(covered, predicts, masked, start, start_position)
+
+
 def build(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
@@ -154,7 +236,7 @@ def build(
     block_size: int,
     layout: Layout = "window",
     gaps: Gaps = Gaps(),
-    noisy: bool = True,
+    phases: int = 1,
     seed: int = 0,
     visit: int = 0,
 ) -> Streams:
@@ -170,7 +252,8 @@ def build(
         block_size: B.
         layout: `window` or `paper`.
         gaps: which gaps to leave open; the default closes all that MARS closes.
-        noisy: False leaves the noisy stream out (AR SFT).
+        phases: how many layings out of the noisy stream share the clean one, at phases that lie B/phases
+            apart; 1 is the SPEC's, 0 leaves the noisy stream out (AR SFT).
         seed, visit: with the example's tokens they set the phase, and under random masking the masks.
     """
     device = input_ids.device
@@ -179,88 +262,71 @@ def build(
     # A token with nothing before it has no prediction.
     response = (labels != IGNORE) & real & (position_ids > 0)
     key = example_keys(input_ids, example, position_ids, seed=seed, visit=visit)
-    at = torch.arange(length, device=device).expand(rows, length)
-
-    def following(x: torch.Tensor, fill: int) -> torch.Tensor:
-        return torch.nn.functional.pad(x[:, 1:], (0, 1), value=fill)
-
-    if layout == "window":
-        before = torch.nn.functional.pad(response[:, :-1], (1, 0))
-        same_example = torch.nn.functional.pad(example[:, :-1], (1, 0)) == example
-        starts_run = response & ~(before & same_example)
-        run_start = torch.where(starts_run, at, 0).cummax(dim=1).values  # where this response began
-        offset = at - run_start
-        # The key of the run's first token would do for one response; with several, each draws its own phase.
-        phase = _mix(key + position_ids.gather(1, run_start)) % block_size
-        in_first = offset < phase  # the shorter block that the phase leaves at the head of the response
-        start = run_start + torch.where(in_first, 0, phase + (offset - phase) // block_size * block_size)
-        covered = response
-        # A block's last token needs no mask of its own: nothing in the block comes behind it.
-        if gaps.alignment == "next":
-            next_start = following(start, -1)
-            predicts = response & following(response.long(), 0).bool() & (next_start == start)
-            covered = predicts
-        else:
-            predicts = response
-    else:
-        start = at - position_ids % block_size
-        covered = real
-        if gaps.alignment == "next":
-            predicts = following(response.long(), 0).bool() & (following(example, 0) == example) & real
-        else:
-            predicts = response
-    start_position = position_ids - (at - start)
-
-    masked = response
-    if gaps.masking == "random":
-        # Each block draws the share of its masks, and each of its tokens whether it is one. The block's
-        # "luckiest" token is masked in any case, so that no block goes without.
-        share = (_mix(key + 7 * start_position + 1) % 65536).float() / 65536
-        draw = (_mix(key * 31 + 13 * position_ids + 5) % 65536).float() / 65536
-        slot = start + torch.arange(rows, device=device)[:, None] * length
-        lowest = torch.full((rows * length,), 2.0, device=device)
-        lowest.scatter_reduce_(0, slot[response], draw[response], "amin")
-        masked = response & ((draw < share) | (draw == lowest[slot]))
+    layings = [
+        _lay_blocks(
+            response,
+            example,
+            position_ids,
+            key,
+            block_size=block_size,
+            layout=layout,
+            gaps=gaps,
+            turn=number * block_size // phases,
+        )
+        for number in range(phases)
+    ]
     shift = 1 if gaps.alignment == "next" else 0
-    if shift == 0 or (gaps.masking == "random" and gaps.attention == "bidirectional"):
-        # A target whose own token lies open before the prediction's eyes teaches nothing.
-        predicts = predicts & (following(masked.long(), 0).bool() if shift else masked)
-    if not noisy:
-        covered = predicts = torch.zeros_like(response)
 
-    # Clean | noisy, then every row's real tokens are moved to its front.
-    noisy_ids = torch.where(masked, mask_token_id, input_ids)
-    present = torch.cat([real, covered], dim=1)
+    # Clean | noisy | noisy ..., then every row's real tokens are moved to its front.
+    present = torch.cat([real, *(blocks.covered for blocks in layings)], dim=1)
     width = int(present.sum(dim=1).max()) if present.numel() else 0
     order = torch.argsort(~present, dim=1, stable=True)
     new_place = torch.empty_like(order)
-    new_place.scatter_(1, order, torch.arange(2 * length, device=device).expand(rows, -1))
+    new_place.scatter_(1, order, torch.arange(present.shape[1], device=device).expand(rows, -1))
     flat = new_place + torch.arange(rows, device=device)[:, None] * width
+    clean_place, *noisy_places = flat.split(length, dim=1)
 
-    def merged(clean_part: torch.Tensor, noisy_part: torch.Tensor, fill: int) -> torch.Tensor:
-        both = torch.where(present, torch.cat([clean_part, noisy_part], dim=1), fill)
+    def merged(clean_part: torch.Tensor, noisy_parts: list[torch.Tensor], fill: int) -> torch.Tensor:
+        both = torch.where(present, torch.cat([clean_part, *noisy_parts], dim=1), fill)
         return both.gather(1, order[:, :width])
 
-    clean_place, noisy_place = flat[:, :length], flat[:, length:]
     target_row, target_column = response.nonzero(as_tuple=True)
-    noisy_row, noisy_column = predicts.nonzero(as_tuple=True)
     clean_number = torch.full((rows, length), -1, dtype=torch.int64, device=device)
     clean_number[response] = torch.arange(target_row.numel(), device=device)
-    noisy_target_column = noisy_column + shift
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    noisy: dict[str, list[torch.Tensor]] = {
+        "index": [nothing],
+        "target": [nothing],
+        "pair": [nothing],
+        "distance": [nothing],
+    }
+    for blocks, place in zip(layings, noisy_places, strict=True):
+        row, column = blocks.predicts.nonzero(as_tuple=True)
+        noisy["index"].append(place[row, column])
+        noisy["target"].append(input_ids[row, column + shift])
+        noisy["pair"].append(clean_number[row, column + shift])
+        noisy["distance"].append(position_ids[row, column] + shift - blocks.start_position[row, column] + 1)
     return Streams(
-        input_ids=merged(torch.where(real, input_ids, mask_token_id), noisy_ids, mask_token_id),
-        position_ids=merged(position_ids, position_ids, 0),
-        example=merged(example, example, 0),
+        input_ids=merged(
+            torch.where(real, input_ids, mask_token_id),
+            [torch.where(blocks.masked, mask_token_id, input_ids) for blocks in layings],
+            mask_token_id,
+        ),
+        position_ids=merged(position_ids, [position_ids] * phases, 0),
+        example=merged(example, [example] * phases, 0),
         # Padding carries limit 1: it sees the padding at position 0, hence something.
-        limit=merged(position_ids + 1, start_position, 1),
-        block=merged(torch.zeros_like(start), start + 1, 0),
+        limit=merged(position_ids + 1, [blocks.start_position for blocks in layings], 1),
+        # Blocks of different layings never share a number.
+        block=merged(
+            torch.zeros_like(example),
+            [blocks.start + 1 + number * length for number, blocks in enumerate(layings)],
+            0,
+        ),
         bidirectional=gaps.attention == "bidirectional",
         clean_index=clean_place[target_row, target_column - 1],
         clean_target=input_ids[target_row, target_column],
-        noisy_index=noisy_place[noisy_row, noisy_column],
-        noisy_target=input_ids[noisy_row, noisy_target_column],
-        pair=clean_number[noisy_row, noisy_target_column],
-        distance=(position_ids[noisy_row, noisy_column] + shift)
-        - start_position[noisy_row, noisy_column]
-        + 1,
+        noisy_index=torch.cat(noisy["index"]),
+        noisy_target=torch.cat(noisy["target"]),
+        pair=torch.cat(noisy["pair"]),
+        distance=torch.cat(noisy["distance"]),
     )

@@ -52,7 +52,16 @@ class MarsConfig(trl.SFTConfig):
         default="ce", metadata={"help": "ce: the data's token. kd: the clean stream's own distribution."}
     )
     ar_weight: float = dataclasses.field(default=1.0, metadata={"help": "α, the weight of the clean loss."})
-    mask_weight: float = dataclasses.field(default=1.0, metadata={"help": "w, the weight of the noisy loss."})
+    mask_weight: float = dataclasses.field(
+        default=1.0, metadata={"help": "w, the weight of each noisy prediction."}
+    )
+    phases: int = dataclasses.field(
+        default=1,
+        metadata={
+            "help": "How many noisy streams share one clean one, at phases that lie block_size/phases apart: more "
+            "masks learn from each pass over the text. mask_weight 1/phases keeps the balance of the losses."
+        },
+    )
     gap_masking: str = dataclasses.field(default="all", metadata={"help": "all or random (SPEC 1)."})
     gap_attention: str = dataclasses.field(default="causal", metadata={"help": "causal or bidirectional."})
     gap_alignment: str = dataclasses.field(default="next", metadata={"help": "next or same."})
@@ -90,6 +99,7 @@ class MarsConfig(trl.SFTConfig):
             mask_loss=cast(Any, self.mask_loss),
             ar_weight=self.ar_weight,
             mask_weight=self.mask_weight,
+            phases=self.phases,
             gaps=Gaps(
                 cast(Any, self.gap_masking), cast(Any, self.gap_attention), cast(Any, self.gap_alignment)
             ),
@@ -136,7 +146,8 @@ def row_costs(batch: dict[str, torch.Tensor], objective: Objective) -> torch.Ten
     costs = real.sum(dim=1)
     if objective.noisy:
         # The paper's noisy stream covers the whole row, the window's the response.
-        costs = costs + (real if objective.layout == "paper" else batch["labels"] != IGNORE).sum(dim=1)
+        noisy = real if objective.layout == "paper" else batch["labels"] != IGNORE
+        costs = costs + noisy.sum(dim=1) * objective.phases
     return costs.cpu()
 
 
@@ -340,7 +351,7 @@ class MarsTrainer(trl.SFTTrainer):
             block_size=self.objective.block_size,
             layout=self.objective.layout,
             gaps=self.objective.gaps,
-            noisy=self.objective.noisy,
+            phases=self.objective.phases if self.objective.noisy else 0,
             seed=self.args.seed,
             # The epoch that a step belongs to; rounding must not push its last step into the next.
             visit=int((self.state.epoch or 0.0) + 1e-6) if training else 0,
