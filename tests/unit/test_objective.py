@@ -36,7 +36,7 @@ def streams_for(objective: Objective) -> Streams:
         block_size=objective.block_size,
         layout=objective.layout,
         gaps=objective.gaps,
-        noisy=objective.noisy,
+        phases=objective.phases if objective.noisy else 0,
     )
 
 

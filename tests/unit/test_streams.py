@@ -296,10 +296,29 @@ def test_random_masking_masks_at_least_one_token_of_each_block_and_not_always_al
 
 
 def test_without_a_noisy_stream_there_is_ar_alone():
-    streams = streams_of(ROWS, block_size=4, noisy=False)
+    streams = streams_of(ROWS, block_size=4, phases=0)
     assert streams.noisy_index.numel() == 0
     assert (streams.block == 0).all()
     assert streams.input_ids.shape[1] == max(len(r["input_ids"]) for r in ROWS)
+
+
+@pytest.mark.parametrize("gaps", [Gaps(), BLOCK_DIFFUSION], ids=["mars", "diffusion"])
+@pytest.mark.parametrize("phases", [2, 4])
+def test_several_phases_are_so_many_noisy_streams_that_do_not_see_each_other(phases, gaps):
+    model = tiny_model("llama", rows=64)
+    one = streams_of(ROWS, block_size=4, gaps=gaps)
+    many = streams_of(ROWS, block_size=4, gaps=gaps, phases=phases)
+    first = one.noisy_index.numel()
+    for name in ("noisy_target", "pair", "distance"):
+        assert torch.equal(getattr(many, name)[:first], getattr(one, name))
+    logits, alone = (logits_of(model, streams).flatten(0, 1) for streams in (many, one))
+    torch.testing.assert_close(logits[many.clean_index], alone[one.clean_index])
+    torch.testing.assert_close(logits[many.noisy_index[:first]], alone[one.noisy_index])
+    if gaps == Gaps():  # evenly spread: with B phases every position is trained at every distance at once
+        seen = collections.Counter(zip(many.pair.tolist(), many.distance.tolist(), strict=True))
+        assert set(seen.values()) == {1}
+        if phases == 4:
+            assert len(seen) > 2 * many.clean_target.numel()
 
 
 def test_a_gap_that_is_no_gap_is_refused():

@@ -56,7 +56,8 @@ class Objective:
             raise MarsError(f"block_size is {self.block_size!r}, expected a whole number of 1 or more.")
         if not isinstance(self.phases, int) or not 1 <= self.phases <= max(self.block_size, 1):
             raise MarsError(
-                f"phases is {self.phases!r}, expected a whole number from 1 to block_size ({self.block_size})."
+                f"phases is {self.phases!r}, expected a whole number from 1 to block_size "
+                f"({self.block_size})."
             )
         if self.ar_weight < 0 or self.mask_weight < 0 or self.ar_weight + self.mask_weight == 0:
             raise MarsError(

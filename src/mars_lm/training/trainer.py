@@ -58,8 +58,8 @@ class MarsConfig(trl.SFTConfig):
     phases: int = dataclasses.field(
         default=1,
         metadata={
-            "help": "How many noisy streams share one clean one, at phases that lie block_size/phases apart: more "
-            "masks learn from each pass over the text. mask_weight 1/phases keeps the balance of the losses."
+            "help": "How many noisy streams share one clean one, at phases that lie block_size/phases apart: "
+            "more masks learn from each pass over a text. mask_weight 1/phases keeps the losses' balance."
         },
     )
     gap_masking: str = dataclasses.field(default="all", metadata={"help": "all or random (SPEC 1)."})
