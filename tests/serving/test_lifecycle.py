@@ -157,7 +157,7 @@ def test_sigterm_ends_what_takes_too_long_with_an_error_that_parses(model_folder
 
 def test_after_a_kill_the_next_start_serves(model_folder):
     with serving(model_folder) as (process, port, _):
-        askers, outcomes = load(port, 4, tokens=4000)
+        askers, outcomes = load(port, 4, tokens=2000)
         wait_for_tokens(port)
         process.kill()
         process.wait()

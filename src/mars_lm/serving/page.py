@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mars_lm.serving.app import Server
 
 COLOURS = 4
+SIDES = ("One token per forward (AR)", "With these settings (MARS)")
 # Tints that read under dark and under light text; neighbours differ in hue and in brightness.
 _CSS = """
 .mars { font-size: 1rem; line-height: 1.7; }
@@ -210,14 +211,14 @@ class _Page:
                 compare = gr.Button("Answer both ways", variant="primary", elem_id="compare")
                 with gr.Row():
                     sides = [
-                        (gr.HTML(_side(title, None)), title)
-                        for title in ("One token per forward (AR)", "With these settings (MARS)")
+                        gr.HTML(_side(title, None), elem_id=where)
+                        for where, title in zip(("left", "right"), SIDES, strict=True)
                     ]
                 gr.on(
                     [prompt.submit, compare.click],
                     self.compare,
                     [prompt, *settings],
-                    [side for side, _ in sides],
+                    sides,
                     api_visibility="private",
                     show_progress="hidden",
                     concurrency_limit=None,
@@ -247,8 +248,8 @@ class _Page:
         except ClientLeftError:
             pass  # stopped: what is there stays
         except (ApiError, MarsError) as error:
-            problem = f'<p class="problem" role="alert">{html.escape(str(error))}</p>'
-            yield _log(before + _turn("assistant", text.html()) + problem), text.numbers(), turns, message
+            problem = _problem(str(error))
+            yield _log(before + _turn("assistant", text.html())), problem + text.numbers(), turns, message
             return
         answered = [*asked, {"role": "assistant", "content": text.plain}] if text.plain.strip() else turns
         yield _log(before + _turn("assistant", text.html())), text.numbers(), answered, ""
@@ -257,7 +258,6 @@ class _Page:
         self, prompt: str, tau: float, block_size: float, exact: bool, request: gr.Request
     ) -> AsyncIterator[Any]:
         """Answer one prompt in one-token mode and then with the settings: each has the machine to itself."""
-        titles = ("One token per forward (AR)", "With these settings (MARS)")
         shown: list[Any] = [Text(), None]
         chosen = ({"rule": "probability", "tau": 1.0, "exact": exact}, self._chosen(tau, block_size, exact))
         for number, choice in enumerate(chosen):
@@ -267,12 +267,12 @@ class _Page:
                 session = request.session_hash if number else None
                 async for text in self._stream(messages, choice, session):
                     shown[number] = text
-                    yield [_side(title, text) for title, text in zip(titles, shown, strict=True)]
+                    yield [_side(title, text) for title, text in zip(SIDES, shown, strict=True)]
             except ClientLeftError:
                 return
             except (ApiError, MarsError) as error:
                 shown[number] = str(error)
-                yield [_side(title, text) for title, text in zip(titles, shown, strict=True)]
+                yield [_side(title, text) for title, text in zip(SIDES, shown, strict=True)]
                 return
 
     def turn(self, tau: float, block_size: float, exact: bool, request: gr.Request) -> None:
@@ -314,6 +314,10 @@ class _Page:
                 del self.running[session]
 
 
+def _problem(sentence: str) -> str:
+    return f'<div class="mars"><p class="problem" role="alert">{html.escape(sentence)}</p></div>'
+
+
 def _log(inner: str) -> str:
     return f'<div class="mars" role="log" aria-live="polite" aria-label="Conversation">{inner}</div>'
 
@@ -329,7 +333,7 @@ def _turn(role: str, inner: str) -> str:
 
 def _side(title: str, text: Text | str | None) -> str:
     if isinstance(text, str):
-        inner, numbers = f'<p class="problem" role="alert">{html.escape(text)}</p>', ""
+        inner, numbers = _problem(text), ""
     else:
         shown = text or Text()
         inner, numbers = shown.html(), shown.numbers()
