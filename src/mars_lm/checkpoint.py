@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
 from mars_lm import __version__, base_weights
 from mars_lm.adapters import Adapter, is_adapter, merge, read_adapter, write_adapter, write_json
@@ -138,13 +139,12 @@ def load_default(*, dtype: str = "auto", device: str | None = None) -> Checkpoin
             return load(kept, dtype=name, device=str(place))
         except MarsError:
             shutil.rmtree(kept, ignore_errors=True)
-    with base_weights.waiting("Preparing the packaged model (once) ..."):
-        checkpoint = load(base, adapter=DEFAULT_ADAPTER, dtype=name, device=str(place))
-        with contextlib.suppress(MarsError):  # no space for the cache: the next start takes long too, no more
-            save(checkpoint.model, checkpoint.tokenizer, kept)
-            for old in kept.parent.glob(f"default-{name}-*"):
-                if old != kept:
-                    shutil.rmtree(old, ignore_errors=True)
+    checkpoint = load(base, adapter=DEFAULT_ADAPTER, dtype=name, device=str(place))
+    with contextlib.suppress(MarsError):  # no space for the cache: the next start takes as long, no more
+        save(checkpoint.model, checkpoint.tokenizer, kept)
+        for old in kept.parent.glob(f"default-{name}-*"):
+            if old != kept:
+                shutil.rmtree(old, ignore_errors=True)
     return checkpoint
 
 
@@ -308,12 +308,15 @@ def _quiet(quiet: bool) -> Iterator[None]:
     """No progress bars for work that takes a moment (a download keeps its own), no tables of tensors."""
     talk = transformers.utils.logging
     bars, verbosity = talk.is_progress_bar_enabled(), talk.get_verbosity()
+    gguf_bar = modeling_gguf_pytorch_utils.tqdm  # it heeds no setting
     talk.set_verbosity_error()
     if quiet:
         talk.disable_progress_bar()
+        modeling_gguf_pytorch_utils.tqdm = functools.partial(gguf_bar, disable=True)
     try:
         yield
     finally:
+        modeling_gguf_pytorch_utils.tqdm = gguf_bar
         talk.set_verbosity(verbosity)
         if bars:
             talk.enable_progress_bar()

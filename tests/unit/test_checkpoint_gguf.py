@@ -114,6 +114,12 @@ def test_tokens_are_those_of_the_tokenizer_that_was_packed(tiny_gguf: Path) -> N
     assert made.tokenizer.get_vocab() == packed.get_vocab()
 
 
+def test_silence(tiny_gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load(tiny_gguf, dtype="float32", device="cpu")
+    said = capfd.readouterr()
+    assert said.err + said.out == ""
+
+
 def test_in_bfloat16(tiny_gguf: Path) -> None:
     exact = load(tiny_gguf, dtype="float32", device="cpu").model
     rounded = load(tiny_gguf, dtype="bfloat16", device="cpu").model
