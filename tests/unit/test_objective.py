@@ -75,6 +75,8 @@ OBJECTIVES = [
     )
 ] + [
     Objective(block_size=7),
+    Objective(mask_loss="kd", phases=2, mask_weight=0.5),
+    Objective(phases=4),
     Objective(layout="paper", ar_weight=0.0, gaps=BLOCK_DIFFUSION),
     Objective(layout="paper", mask_loss="kd", gaps=BLOCK_DIFFUSION),
 ]

@@ -61,7 +61,7 @@ class Streams:
         clean_index: [C] int64, places in the flattened [R·T] whose logits predict `clean_target` [C].
         noisy_index: [N] int64, likewise for the noisy predictions of `noisy_target` [N].
         pair: [N] int64, for each noisy prediction the clean one of the same target (an index into [C]): its
-            teacher under `mask_loss = kd`. Strictly rising, as both are numbered row by row, left to right.
+            teacher under `mask_loss = kd`. Rising: the noisy predictions stand in the order of their targets. Strictly rising, as both are numbered row by row, left to right.
         distance: [N] int64, how far the target lies behind the last clean token that the prediction sees;
             2 … B in the `window` layout. Distance 1 is AR.
     """
@@ -306,6 +306,7 @@ def build(
         noisy["target"].append(input_ids[row, column + shift])
         noisy["pair"].append(clean_number[row, column + shift])
         noisy["distance"].append(position_ids[row, column] + shift - blocks.start_position[row, column] + 1)
+    by_target = torch.cat(noisy["pair"]).argsort(stable=True)
     return Streams(
         input_ids=merged(
             torch.where(real, input_ids, mask_token_id),
@@ -325,8 +326,8 @@ def build(
         bidirectional=gaps.attention == "bidirectional",
         clean_index=clean_place[target_row, target_column - 1],
         clean_target=input_ids[target_row, target_column],
-        noisy_index=torch.cat(noisy["index"]),
-        noisy_target=torch.cat(noisy["target"]),
-        pair=torch.cat(noisy["pair"]),
-        distance=torch.cat(noisy["distance"]),
+        noisy_index=torch.cat(noisy["index"])[by_target],
+        noisy_target=torch.cat(noisy["target"])[by_target],
+        pair=torch.cat(noisy["pair"])[by_target],
+        distance=torch.cat(noisy["distance"])[by_target],
     )
