@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import mars_lm
-from mars_lm.cli import chat, convert, demo, generate, knob, serve, train
+from mars_lm.cli import calibrate, chat, convert, demo, evaluate, gaps, generate, knob, serve, sweep, train
 from mars_lm.errors import MarsError
 
 app = typer.Typer(
@@ -26,6 +26,10 @@ app.command()(chat.chat)
 app.command()(demo.demo)
 app.command()(convert.convert)
 app.command()(train.train)
+app.command("eval")(evaluate.evaluate)
+app.command()(sweep.sweep)
+app.command()(calibrate.calibrate)
+app.command()(gaps.gaps)
 app.command()(serve.serve)
 app.command()(knob.knob)
 
