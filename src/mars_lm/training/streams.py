@@ -61,7 +61,8 @@ class Streams:
         clean_index: [C] int64, places in the flattened [R·T] whose logits predict `clean_target` [C].
         noisy_index: [N] int64, likewise for the noisy predictions of `noisy_target` [N].
         pair: [N] int64, for each noisy prediction the clean one of the same target (an index into [C]): its
-            teacher under `mask_loss = kd`. Rising: the noisy predictions stand in the order of their targets. Strictly rising, as both are numbered row by row, left to right.
+            teacher under `mask_loss = kd`. Rising: the noisy predictions stand in the
+            order of their targets.
         distance: [N] int64, how far the target lies behind the last clean token that the prediction sees;
             2 … B in the `window` layout. Distance 1 is AR.
     """
