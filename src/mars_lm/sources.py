@@ -97,11 +97,23 @@ def told_in_one_sentence(what: str) -> Iterator[None]:
     except MemoryError as error:
         raise MarsError(f"{what}: there is not enough memory.") from error
     except Exception as error:  # config, tokenizer, safetensors, GGUF and torch each raise kinds of their own
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0].rstrip(".:,") if lines else type(error).__name__
-        if isinstance(error, KeyError):
-            reason = f"it lacks {reason}"
-        raise MarsError(f"{what}: {reason}.") from error
+        raise MarsError(f"{what}: {_reason(error)}.") from error
+
+
+def _reason(error: Exception) -> str:
+    said = str(error)
+    # What readers of cut or garbled files stumble over says nothing to who has such a file.
+    if isinstance(error, (struct.error, IndexError, UnicodeDecodeError)) or re.search(
+        r"cannot reshape array|requires a buffer|Weights only load failed|central directory", said
+    ):
+        return "the file is damaged or cut short; copy or download it again"
+    if "instantiate the backend tokenizer" in said:
+        return "there is no tokenizer.json, nor another file to make one from"
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [type(error).__name__]
+    if lines[0].endswith(":") and len(lines) > 1:
+        lines[0] += f" {lines[1]}"
+    reason = lines[0].rstrip(".:,")
+    return f"it lacks {reason}" if isinstance(error, KeyError) else reason
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -149,7 +161,10 @@ def _check_folder(folder: Path) -> None:
         raise MarsError(
             f"{folder} is no checkpoint: it has no config.json, which save_pretrained and mars write{hint}."
         )
-    read_json(folder / "config.json")
+    # A generation config that cannot be read would be passed over in silence, and its end tokens with it.
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)
     check_weights(folder)
 
 

@@ -164,6 +164,23 @@ class TestDamaged:
         (saved / "config.json").write_text(text)
         assert "config.json is not" in sentence(saved)
 
+    @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+    def test_other_json_cut_short(self, name: str, saved: Path) -> None:
+        (saved / name).write_text('{"eos_token_id": 2')
+        assert f"{name} is not readable JSON" in sentence(saved)
+
+    def test_config_with_values_that_cannot_be(self, saved: Path) -> None:
+        config = json.loads((saved / "config.json").read_text())
+        (saved / "config.json").write_text(json.dumps({**config, "hidden_size": "a"}))
+        said = sentence(saved)
+        assert "hidden_size" in said
+        assert "expected int" in said
+
+    def test_pickled_tensors_that_are_none(self, saved: Path) -> None:
+        (saved / "model.safetensors").unlink()
+        (saved / "pytorch_model.bin").write_bytes(b"PK junk")
+        assert "the file is damaged or cut short" in sentence(saved)
+
     def test_config_that_says_nothing(self, saved: Path) -> None:
         (saved / "config.json").write_text("{}")
         assert "cannot be loaded" in sentence(saved)
@@ -184,7 +201,7 @@ class TestDamaged:
         (saved / "tokenizer.json").write_text(whole[:1000])
         assert "has no tokenizer that can be read" in sentence(saved)
         (saved / "tokenizer.json").unlink()
-        assert "has no tokenizer that can be read" in sentence(saved)
+        assert "has no tokenizer that can be read: there is no tokenizer.json" in sentence(saved)
 
     @pytest.mark.parametrize(
         ("mars", "part"),

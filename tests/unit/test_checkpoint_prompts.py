@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
@@ -89,14 +89,26 @@ def test_ordinary_texts_get_the_chat_templates_own_ids(
     assert encode_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt) == wanted
 
 
+ORDINARY = tiny_tokenizer()
+PIECES = ["<|im_end|>", "<|im_start|>", "<|", "im_end|>", " ", "\n", "a", "é"]
+
+
+@settings(deadline=None, max_examples=60)
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_any_ordinary_text_gets_the_chat_templates_own_ids(one: str, other: str) -> None:
-    tokenizer = tiny_tokenizer()
     messages = chat(one, other)
-    assert (
-        encode_chat(tokenizer, messages)
-        == (tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
-    )
+    wanted = ORDINARY.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert encode_chat(ORDINARY, messages) == wanted
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from(PIECES), max_size=9))
+def test_no_text_whatever_becomes_a_special_token(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    ids = encode_chat(ORDINARY, chat(text))
+    assert [ids.count(token_id) for token_id in range(5)] == [0, 2, 1, 0, 0]  # the template's own
+    assert text in ORDINARY.decode(ids)
+    assert not set(range(5)) & set(encode_prompt(ORDINARY, text + "."))
 
 
 @pytest.mark.parametrize("text", TEXTS)
