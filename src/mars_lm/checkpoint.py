@@ -21,6 +21,7 @@ from mars_lm.adapters import Adapter, is_adapter, merge, read_adapter, write_ada
 from mars_lm.architectures import check_supported
 from mars_lm.errors import MarsError
 from mars_lm.folders import is_no_space, replaced_folder
+from mars_lm.gguf_file import split_digits_as_trained
 from mars_lm.mask_token import MASK_TOKEN, make_mars_ready
 from mars_lm.prompts import encode_chat, encode_prompt, end_token_ids
 from mars_lm.settings import MarsSettings
@@ -280,6 +281,8 @@ def _load_base(where: Source, revision: str | None, wanted: Any, *, merges: bool
         check_supported(config)
         with told_in_one_sentence(f"{where.name} has no tokenizer that can be read"):
             tokenizer = AutoTokenizer.from_pretrained(where.path, **options)
+            if where.gguf_file is not None:
+                split_digits_as_trained(tokenizer, Path(where.path) / where.gguf_file)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -371,7 +374,7 @@ def _settings_of(model: Any) -> MarsSettings | None:
 
 def _fingerprint(*places: Path) -> str:
     """A hash of the files (and of the versions that turn them into a model)."""
-    digest = hashlib.sha256(f"1 {__version__} {transformers.__version__}".encode())
+    digest = hashlib.sha256(f"2 {__version__} {transformers.__version__}".encode())
     for place in places:
         files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
         for path in files:

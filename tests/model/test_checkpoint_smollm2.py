@@ -74,6 +74,20 @@ def test_text_that_names_special_tokens_is_text(converted: Checkpoint) -> None:
     assert not {0, 2, 16} & set(encode_prompt(converted, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("a\n\n1. First", ["a", "ĊĊ", "1", ".", "ĠFirst"]),
+        ("x =  5", ["x", "Ġ=", "ĠĠ", "5"]),
+        ("costs $12", ["cost", "s", "Ġ$", "1", "2"]),
+    ],
+)
+def test_text_before_digits_is_split_as_in_the_models_own_tokenizer(
+    smollm2: Checkpoint, text: str, tokens: list[str]
+) -> None:
+    assert smollm2.tokenizer.convert_ids_to_tokens(smollm2.tokenizer(text).input_ids) == tokens
+
+
 def test_it_answers(smollm2: Checkpoint) -> None:
     ids = encode_chat(smollm2, [{"role": "user", "content": "What is the capital of France?"}])
     with torch.no_grad():

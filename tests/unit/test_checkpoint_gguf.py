@@ -14,13 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from mars_lm.checkpoint import encode_chat, end_token_ids, load, make_mars_ready, save
 from mars_lm.errors import MarsError
+from mars_lm.gguf_file import read_metadata
 from tiny import CHATML, tiny_tokenizer
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, MLP = 64, 4, 2, 2, 96
 KV = HIDDEN * KV_HEADS // HEADS
 
 
-def write_gguf(path: Path, *, arch: str = "llama", skip: str = "", quantised: bool = True) -> Path:
+def write_gguf(
+    path: Path, *, arch: str = "llama", pre: str = "smollm", skip: str = "", quantised: bool = True
+) -> Path:
     """A tiny Llama in a GGUF file, with the metadata that llama.cpp's converter writes."""
     tokenizer = tiny_tokenizer()
     data = tokenizer.backend_tokenizer
@@ -39,7 +42,7 @@ def write_gguf(path: Path, *, arch: str = "llama", skip: str = "", quantised: bo
     writer.add_vocab_size(len(tokens))
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL] * 5 + [gguf.TokenType.NORMAL] * (len(tokens) - 5))
     writer.add_token_merges(merges)
@@ -112,6 +115,27 @@ def test_tokens_are_those_of_the_tokenizer_that_was_packed(tiny_gguf: Path) -> N
     for text in ("hello world", "a question, answered: 12"):
         assert packed.decode(made.tokenizer(text).input_ids) == text
     assert made.tokenizer.get_vocab() == packed.get_vocab()
+
+
+def test_digits_are_split_as_the_vocabulary_was_learned(tiny_gguf: Path, tmp_path: Path) -> None:
+    """SmolLM's merges were learned on single digits, so spaces and newlines before one stay together."""
+    tokenizer = load(tiny_gguf, dtype="float32", device="cpu").tokenizer
+    pieces = [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12  3")]
+    assert pieces == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]
+    other = load(write_gguf(tmp_path / "other.gguf", pre="gpt-2"), dtype="float32", device="cpu").tokenizer
+    pieces = [piece for piece, _ in other.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12  3")]
+    assert pieces == ["a", "Ċ", "Ċ", "12", "Ġ", "Ġ3"]
+
+
+def test_metadata(tiny_gguf: Path) -> None:
+    metadata = read_metadata(tiny_gguf)
+    assert metadata["general.architecture"] == "llama"
+    assert metadata["llama.context_length"] == 256
+    assert metadata["llama.rope.freq_base"] == 10000.0
+    assert metadata["tokenizer.ggml.pre"] == "smollm"
+    assert metadata["tokenizer.ggml.add_bos_token"] is False
+    assert metadata["tokenizer.chat_template"] == CHATML
+    assert "tokenizer.ggml.tokens" not in metadata
 
 
 def test_silence(tiny_gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
