@@ -40,7 +40,8 @@ class Recipe:
     def flat(self) -> dict[str, Any]:
         """All keys as a YAML file has them."""
         values = dataclasses.asdict(self)
-        return {**values, **values.pop("training")}
+        training = values.pop("training")
+        return {**values, **training}
 
 
 def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:

@@ -238,12 +238,12 @@ def _check_same_run(resume: Path, recipe: Recipe) -> None:
         MarsError: it trains something else. (Where only the way differs, a warning tells it.)
     """
     try:
-        stored = json.loads((resume / "provenance.json").read_text(encoding="utf-8"))["recipe"]
-        before = {**stored, **stored.pop("training")}
+        before = dict(json.loads((resume / "provenance.json").read_text(encoding="utf-8"))["recipe"])
     except (OSError, ValueError, KeyError, TypeError):
         return
     now = recipe.flat()
-    changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    names = {*before, *now} - {"output_dir"}
+    changed = sorted(name for name in names if before.get(name) != now.get(name))
     other = [name for name in changed if name in _IDENTITY]
     if other:
         raise MarsError(
@@ -289,8 +289,10 @@ def _trainer(recipe: Recipe, config: MarsConfig, keeper: Keeper) -> MarsTrainer:
             )
         except MarsError:
             raise
-        except ValueError as error:
-            # Settings that do not go together, which TRL and transformers tell in sentences of their own.
+        except (ValueError, OSError) as error:
+            if isinstance(error, OSError) and is_no_space(error):
+                raise
+            # Settings that do not go together, or name what is not there: the libraries tell it in sentences.
             raise MarsError(" ".join(str(error).split())) from error
 
 
@@ -303,9 +305,9 @@ def _data(recipe: Recipe, config: MarsConfig) -> tuple[datasets.Dataset, dataset
     if recipe.eval_data:
         return rows, load(recipe.eval_data)
     if not recipe.eval_rows:
-        if config.eval_strategy != "no":
+        if (strategy := transformers.trainer_utils.IntervalStrategy(config.eval_strategy)) != "no":
             raise MarsError(
-                f"eval_strategy is '{config.eval_strategy}', but there is nothing to evaluate on: expected "
+                f"eval_strategy is '{strategy.value}', but there is nothing to evaluate on: expected "
                 "eval_data or eval_rows, or eval_strategy no."
             )
         return rows, None
@@ -325,6 +327,7 @@ def _model(recipe: Recipe, config: MarsConfig) -> tuple[Any, Any, MarsSettings]:
             source, adapter=None if lora else recipe.adapter, dtype="float32", device="cpu"
         )
     model, tokenizer = loaded.model, loaded.tokenizer
+    model.requires_grad_(True)  # what was merged is frozen
     adapter = read_adapter(recipe.adapter) if lora and recipe.adapter else None
     if adapter and adapter.mars:
         adopt_mask_token(model, tokenizer, adapter.mars.mask_token_id, initialise=loaded.mars is None)
@@ -408,6 +411,7 @@ def _is_sharded(trainer: MarsTrainer) -> bool:
 
 def _export(trainer: MarsTrainer, folder: Path, dtype: str) -> Path:
     """Save what was trained, on the main process."""
+    trainer.restore_config()
     trained = trainer.accelerator.unwrap_model(trainer.model)
     lora = isinstance(trained, peft.PeftModel)
     ordinary = not trainer.objective.noisy  # without a noisy stream, the result is an AR model like any other

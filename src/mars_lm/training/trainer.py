@@ -249,6 +249,9 @@ class MarsTrainer(trl.SFTTrainer):
         self.provenance = provenance or {}
         self.dropped_rows: dict[str, int] = {}
         self.attention = _choose_attention(attention, args.device.type)
+        # The libraries below set these for themselves, and a checkpoint would carry them on: without a cache
+        # it generates slowly, and an end token that also pads gets no gradient in the next training.
+        self._own_config = {name: getattr(model.config, name, None) for name in ("use_cache", "pad_token_id")}
         super().__init__(model=model, args=args, **kwargs)
         # SFTTrainer's own collator, which it set up the data with, is replaced.
         self.data_collator = StreamCollator(
@@ -501,8 +504,14 @@ class MarsTrainer(trl.SFTTrainer):
         with self._off_the_clock():
             return super().evaluate(*args, **kwargs)
 
+    def restore_config(self) -> None:
+        """Undo what the trainer set in the model's configuration for itself."""
+        for name, value in self._own_config.items():
+            setattr(self.accelerator.unwrap_model(self.model).config, name, value)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """`SFTTrainer`'s saving, with the settings and the provenance beside the weights."""
+        self.restore_config()
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             folder = Path(output_dir or cast(str, self.args.output_dir))
