@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -34,15 +34,15 @@ def test_help_loads_neither_torch_nor_transformers():
 
 
 def test_help_comes_at_once():
+    """Half a second of processor time; the wall's clock would also measure what else the machine does."""
     command = [sys.executable, "-m", "mars_lm.cli.main", "--help"]
     seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, capture_output=True, check=True)
-        seconds.append(time.perf_counter() - start)
-        if seconds[-1] < 0.5:
-            return
-    pytest.fail(f"mars --help took {min(seconds):.2f} s at best")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.5
 
 
 @pytest.mark.parametrize(

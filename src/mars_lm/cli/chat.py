@@ -14,7 +14,6 @@ from mars_lm.errors import MarsError
 
 if TYPE_CHECKING:
     from mars_lm.checkpoint import Checkpoint
-    from mars_lm.decoding import Engine
 
 PROMPT = "> "
 COMMANDS = """\
@@ -76,6 +75,9 @@ def chat(
         except MarsError as error:
             # A slip in one message ends neither the program nor the conversation.
             terminal.note(f"mars: {error}")
+        except KeyboardInterrupt:
+            conversation.start_engine()
+            print()
 
 
 def _next_line() -> str:
@@ -96,14 +98,18 @@ class Conversation:
     def __init__(
         self, checkpoint: Checkpoint, named: dict[str, Any], system: str | None, terminal: Terminal
     ) -> None:
-        from mars_lm.decoding import Engine
-
         self.checkpoint = checkpoint
-        self.engine: Engine = Engine(checkpoint, max_rows=1)
         self.named = named
         self.system = system
         self.terminal = terminal
         self.turns: list[dict[str, str]] = []
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        """A fresh engine; also after a second Ctrl-C, which may have cut a forward in the middle."""
+        from mars_lm.decoding import Engine
+
+        self.engine = Engine(self.checkpoint, max_rows=1)
 
     def take(self, line: str) -> str | None:
         """Answer a message, or do what a command says; `exit` if it says so.

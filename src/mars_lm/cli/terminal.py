@@ -203,11 +203,16 @@ def rows_progress(*, total: int, done: int) -> Iterator[RowsProgress]:
 
 def quiet_libraries() -> None:
     """Keep transformers' bars and remarks out of what a command prints; a download still shows its bar."""
+    import functools
+
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
     logging.disable_progress_bar()
+    # The bar over a GGUF file's tensors asks no one.
+    gguf.tqdm = functools.partial(gguf.tqdm, disable=True)
 
 
 def plural(count: int, noun: str) -> str:
