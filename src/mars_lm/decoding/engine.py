@@ -21,6 +21,20 @@ from mars_lm.settings import DecodingSettings
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
+# Settings that are refused, since ignoring them would give a wrong answer.
+_NOT_YET = (
+    "temperature",
+    "min_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words_ids",
+    "logprobs",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
@@ -191,6 +205,10 @@ class Engine:
                 f"The prompt has {ids.size} tokens and the context holds {self.max_length}, the response "
                 "included: shorten the prompt."
             )
+        neutral = DecodingSettings()
+        ignored = [name for name in _NOT_YET if getattr(settings, name) != getattr(neutral, name)]
+        if ignored:
+            raise MarsError(f"The engine does not support {', '.join(ignored)} yet: leave the default.")
         if settings.one_token:
             return
         if self._mask_token_id is None:
