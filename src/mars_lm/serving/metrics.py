@@ -76,9 +76,9 @@ class Metrics:
 
     def forward(self, tokens: int, seconds: float, *, first: bool) -> None:
         """Count what one forward gave one request, `seconds` after the one before (or its arrival)."""
+        self.forwards.inc()
         if not tokens:
             return
-        self.forwards.inc()
         self.tokens.inc(tokens)
         self.accepted.observe(tokens)
         if first:

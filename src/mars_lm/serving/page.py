@@ -158,7 +158,7 @@ class _Page:
                     interactive=trained is not None,
                     elem_id="exact",
                 )
-            settings = [tau, block_size, exact]
+            settings: list[Any] = [tau, block_size, exact]
             for setting in settings:
                 setting.change(
                     self.turn, settings, None, api_visibility="private", queue=False, show_progress="hidden"
