@@ -250,3 +250,38 @@ def default_tau(rule: Rule, *, exact: bool) -> float:
     if exact:
         return {"probability": 0.0, "margin": 0.0, "entropy": 100.0}[rule]
     return {"probability": 0.95, "margin": 0.9, "entropy": 0.2}[rule]
+
+
+# What a tau belongs to, and what holds where nothing is said.
+_MEANING_OF_TAU = {"exact": True, "rule": "probability"}
+
+
+def decoding_settings(mars: MarsSettings | None, named: Mapping[str, Any]) -> DecodingSettings:
+    """What a request names, over the checkpoint's own defaults, over the library's.
+
+    An ordinary model, which knows no masks, decodes in one-token mode whatever is named.
+
+    Args:
+        mars: the checkpoint's settings; None for an ordinary model.
+        named: fields of `DecodingSettings` that the request names.
+    Raises:
+        MarsError: a value is outside its range, or the checkpoint's defaults name what there is not.
+    """
+    if mars is None:
+        return DecodingSettings(**{**named, "rule": "probability", "tau": 1.0, "block_size": None})
+    own = dict(mars.decoding)
+    unknown = sorted(set(own) - {field.name for field in dataclasses.fields(DecodingSettings)})
+    _require(
+        not unknown,
+        f"The checkpoint's decoding defaults name {', '.join(unknown)}, which this mars-lm does not know: "
+        "upgrade it, or remove them from 'mars' in config.json.",
+    )
+    if any(
+        name in named and named[name] != own.get(name, default) for name, default in _MEANING_OF_TAU.items()
+    ):
+        own.pop("tau", None)  # a tau that was calibrated for another mode or rule means nothing here
+    values = {**own, **named}
+    rule = values.get("rule", "probability")
+    if "tau" not in values and rule in RULES:
+        values["tau"] = default_tau(rule, exact=values.get("exact", True))
+    return DecodingSettings(**values)

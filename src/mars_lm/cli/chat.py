@@ -11,6 +11,7 @@ import typer
 from mars_lm.cli import options
 from mars_lm.cli.terminal import Terminal, plural
 from mars_lm.errors import MarsError
+from mars_lm.settings import decoding_settings
 
 if TYPE_CHECKING:
     from mars_lm.checkpoint import Checkpoint
@@ -149,14 +150,14 @@ class Conversation:
 
     def _name(self, **change: Any) -> None:
         named = {**self.named, **change}
-        settings = options.decoding_settings(self.checkpoint, named)
+        settings = decoding_settings(self.checkpoint.mars, named)
         self.named = named
         self.terminal.note(
             f"{'exact' if settings.exact else 'lossy'}, tau {settings.tau:g}, rule {settings.rule}"
         )
 
     def _answer(self, message: str) -> None:
-        settings = options.decoding_settings(self.checkpoint, self.named)
+        settings = decoding_settings(self.checkpoint.mars, self.named)
         turns = [*self.turns, {"role": "user", "content": message}]
         prompt_ids, dropped = self._fit(turns, settings.max_new_tokens)
         if dropped:

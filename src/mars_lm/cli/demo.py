@@ -10,7 +10,7 @@ import typer
 
 from mars_lm.cli import options
 from mars_lm.cli.terminal import Answer, Terminal
-from mars_lm.settings import DecodingSettings
+from mars_lm.settings import DecodingSettings, decoding_settings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +50,7 @@ def demo(
     terminal = Terminal(no_color=no_color)
     named = options.asked(max_new_tokens=max_new_tokens)
     checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal)
-    exact = options.decoding_settings(checkpoint, {**named, "exact": True})
+    exact = decoding_settings(checkpoint.mars, {**named, "exact": True})
     one_token = dataclasses.replace(exact, rule="probability", tau=1.0)
 
     import torch

@@ -14,6 +14,7 @@ from mars_lm.cli import options
 from mars_lm.cli.jsonl import AnswerFile, Row, read_rows
 from mars_lm.cli.terminal import Terminal, interruption, plural, rows_progress
 from mars_lm.errors import MarsError
+from mars_lm.settings import decoding_settings
 
 if TYPE_CHECKING:
     from mars_lm.checkpoint import Checkpoint
@@ -89,7 +90,7 @@ def generate(
     checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal)
     from mars_lm.decoding import Engine
 
-    settings = options.decoding_settings(checkpoint, named)
+    settings = decoding_settings(checkpoint.mars, named)
     prompt_ids = encode(checkpoint, text, system=system, raw=raw)
     # The cache as long as this request can get, not as long as the model's context.
     engine = Engine(checkpoint, max_rows=1, max_length=len(prompt_ids) + settings.max_new_tokens)
@@ -168,7 +169,7 @@ def _many(
     from mars_lm.decoding import Engine
     from mars_lm.detokenizer import decode
 
-    settings = options.decoding_settings(checkpoint, named)
+    settings = decoding_settings(checkpoint.mars, named)
     todo = rows[answers.done :]
     prompts = []
     for row in todo:

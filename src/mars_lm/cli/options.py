@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mars_lm.cli.terminal import Terminal, quiet_libraries
-from mars_lm.settings import DecodingSettings, Rule, default_tau
+from mars_lm.settings import DecodingSettings, Rule
 
 if TYPE_CHECKING:
     from mars_lm.checkpoint import Checkpoint
@@ -100,22 +99,6 @@ def asked(**values: Any) -> dict[str, Any]:
     named = {name: value for name, value in values.items() if value is not None}
     DecodingSettings(**named)
     return named
-
-
-def decoding_settings(checkpoint: Checkpoint, named: Mapping[str, Any]) -> DecodingSettings:
-    """What the command line names, over the checkpoint's own defaults, over the library's.
-
-    An ordinary model, which knows no masks, decodes in one-token mode whatever is named.
-
-    Raises:
-        MarsError: a value is out of range.
-    """
-    if checkpoint.mars is None:
-        return DecodingSettings(**{**named, "rule": "probability", "tau": 1.0, "block_size": None})
-    values = {**checkpoint.mars.decoding, **named}
-    if "tau" not in values:
-        values["tau"] = default_tau(values.get("rule", "probability"), exact=values.get("exact", True))
-    return DecodingSettings(**values)
 
 
 def load_checkpoint(model: str | None, adapter: str | None, dtype: str, *, terminal: Terminal) -> Checkpoint:

@@ -11,6 +11,7 @@ import typer
 from mars_lm.cli import options
 from mars_lm.cli.terminal import Terminal
 from mars_lm.errors import MarsError
+from mars_lm.settings import decoding_settings
 
 if TYPE_CHECKING:
     from mars_lm.serving.app import Server
@@ -163,7 +164,7 @@ def serve(
     from mars_lm.serving.knob import FIELDS, Defaults, Knob
     from mars_lm.serving.server import serve as run
 
-    settings = options.decoding_settings(checkpoint, named)
+    settings = decoding_settings(checkpoint.mars, named)
     defaults = Defaults(**{field: getattr(settings, field) for field in FIELDS})
     if controller is not None and checkpoint.mars is None:
         raise MarsError("--tau-range needs a MARS checkpoint: this model yields one token per forward.")
