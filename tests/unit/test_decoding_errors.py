@@ -27,7 +27,7 @@ def checkpoint():
         ([5, 320], ONE_TOKEN, r"token id 320.*0 to 319"),
         ([5] * 256, ONE_TOKEN, r"256 tokens.*holds 256"),
         ([5], DecodingSettings(block_size=5), "trained with 4"),
-        ([5], DecodingSettings(bad_words_ids=((7, 8),)), "bad_words_ids"),
+        ([5], DecodingSettings(bad_words_ids=((7, 320),)), r"bad_words_ids.*id 320.*0 to 319"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_at_once(checkpoint, prompt, settings, sentence):

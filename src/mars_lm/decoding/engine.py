@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,34 +17,30 @@ import torch
 from mars_lm.checkpoint import Checkpoint, end_token_ids
 from mars_lm.decoding.acceptance import RULE_CODE
 from mars_lm.decoding.forward import ModelForward
-from mars_lm.decoding.window import Commit, Decoder, Rows, lay_out, to_batch
+from mars_lm.decoding.text import TextStream
+from mars_lm.decoding.window import Commit, Decoder, Rows, TokenLogprob, lay_out, to_batch
 from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
-# Settings that are refused, since ignoring them would give a wrong answer.
-_NOT_YET = (
-    "temperature",
-    "min_new_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "bad_words_ids",
-    "logprobs",
-)
+# What `Engine.update` changes of a request.
+LIVE = ("tau", "rule", "block_size", "exact", "recovery")
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """What one forward gave one request: its new tokens, and why it ended if it did."""
+    """What one forward gave one request: its new tokens, and why it ended if it did.
+
+    `text` is what is safe to show of the answer: no half of a character, no part of a stop string. It may lag
+    behind the tokens; the last output brings the rest. `logprobs` has an entry for each new token, if asked.
+    """
 
     request_id: int
     new_token_ids: list[int]
     finish_reason: FinishReason | None
+    text: str = ""
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclasses.dataclass
@@ -50,21 +48,27 @@ class GenerationResult:
     """A request's tokens and how they came about.
 
     Attributes:
-        token_ids: the response, an end token included.
-        finish_reason: "stop" (an end token), "length" (the budget or the context's end), "cancelled", "error"
-            (the model's logits were no numbers; `error` says so), or None while it runs.
+        token_ids: the response, an end token or the tokens of a stop string included.
+        text: the outputs' texts joined: without stop string, stop token and special tokens.
+        logprobs: an entry for each token, if asked.
+        finish_reason: "stop" (an end token or a stop string), "length" (the budget or the context's end),
+            "cancelled", "error" (the model's logits were no numbers; `error` says so), or None while it runs.
         forwards: forwards that yielded tokens, the prefill among them (a prompt prefilled in chunks counts
             once): `len(token_ids) / forwards` is the SPEC's tokens per forward.
         accepted_lengths: tokens that each forward committed.
         rejected_drafts: draft tokens that AR did not confirm (exact mode).
-        prefill_seconds, decode_seconds: until the first token, and from there to the end.
+        queued_seconds, prefill_seconds, decode_seconds: until it got a row, from there to the first token,
+            and from there to the end.
     """
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     forwards: int = 0
     accepted_lengths: list[int] = dataclasses.field(default_factory=list)
     rejected_drafts: int = 0
+    queued_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     error: str | None = None
@@ -76,6 +80,9 @@ class _Request:
     prompt_ids: np.ndarray
     settings: DecodingSettings
     result: GenerationResult
+    text: TextStream
+    seed: int
+    added: float
     started: float = 0.0
     first_token: float = 0.0
 
@@ -114,9 +121,11 @@ class Engine:
         self._prefill_chunk = prefill_chunk
         self._mask_token_id = mars.mask_token_id if mars else None
         ends = np.array(sorted(end_token_ids(checkpoint)), dtype=np.int64)
+        self._ends = ends[ends < self.vocabulary]
+        self._tokenizer = checkpoint.tokenizer
         self._model = ModelForward(model, max_rows, self.max_length + scratch)
-        self._decoder = Decoder(self._model, self._mask_token_id, ends)
-        self._state = Rows(max_rows, self.max_length)
+        self._decoder = Decoder(self._model, self._mask_token_id)
+        self._state = Rows(max_rows, self.max_length, self.vocabulary)
         self._row_of: list[_Request | None] = [None] * max_rows
         self._waiting: deque[_Request] = deque()
         self._requests: dict[int, _Request] = {}
@@ -135,7 +144,15 @@ class Engine:
         """
         ids = np.asarray(prompt_ids, dtype=np.int64).reshape(-1)
         self._check(ids, settings)
-        request = _Request(self._next_id, ids, settings, GenerationResult())
+        request = _Request(
+            self._next_id,
+            ids,
+            settings,
+            GenerationResult(logprobs=None if settings.logprobs is None else []),
+            text=TextStream(self._tokenizer, settings.stop),
+            seed=secrets.randbits(63) if settings.seed is None else settings.seed,
+            added=time.perf_counter(),
+        )
         self._next_id += 1
         self._requests[request.id] = request
         self._waiting.append(request)
@@ -145,6 +162,44 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request runs or waits."""
         return bool(self._waiting) or bool(self._state.active.any())
+
+    @property
+    def running(self) -> int:
+        """Rows at work."""
+        return int(self._state.active.sum())
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def cache_use(self) -> float:
+        """Share of the cache's slots in use, 0 to 1."""
+        return float(self._state.cached[self._state.active].sum()) / (self.max_rows * self.max_length)
+
+    def update(self, request_id: int, **changes: Any) -> None:
+        """Change how a request is decoded from its next forward on; one that has ended stays as it is.
+
+        Args:
+            changes: any of tau, rule, block_size, exact, recovery.
+        Raises:
+            MarsError: no such request, another setting, or a value that `add` would refuse.
+        """
+        request = self._find(request_id)
+        fixed = sorted(set(changes) - set(LIVE))
+        if fixed:
+            raise MarsError(
+                f"A request's {', '.join(fixed)} can't change while it runs; {', '.join(LIVE)} can."
+            )
+        settings = dataclasses.replace(request.settings, **changes)
+        self._check_mode(settings)
+        request.settings = settings
+        if request in self._row_of:
+            row = self._row_of.index(request)
+            self._set_mode(row, settings)
+            if not settings.exact:
+                self._state.drafted[row] = 0  # nobody would verify it
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -205,10 +260,15 @@ class Engine:
                 f"The prompt has {ids.size} tokens and the context holds {self.max_length}, the response "
                 "included: shorten the prompt."
             )
-        neutral = DecodingSettings()
-        ignored = [name for name in _NOT_YET if getattr(settings, name) != getattr(neutral, name)]
-        if ignored:
-            raise MarsError(f"The engine does not support {', '.join(ignored)} yet: leave the default.")
+        named = (*settings.stop_token_ids, *itertools.chain(*settings.bad_words_ids))
+        if named and max(named) >= self.vocabulary:
+            raise MarsError(
+                f"stop_token_ids or bad_words_ids hold token id {max(named)}, and the model's ids go from "
+                f"0 to {self.vocabulary - 1}."
+            )
+        self._check_mode(settings)
+
+    def _check_mode(self, settings: DecodingSettings) -> None:
         if settings.one_token:
             return
         if self._mask_token_id is None:
@@ -235,10 +295,16 @@ class Engine:
             state.prompt[row] = state.length[row] = length
             state.cached[row] = state.drafted[row] = 0
             state.limit[row] = min(length + settings.max_new_tokens, self.max_length)
-            state.masks[row] = 0 if settings.one_token else (settings.block_size or self.block_size) - 1
-            state.exact[row], state.recovery[row] = settings.exact, settings.exact and settings.recovery
-            state.rule[row], state.tau[row] = RULE_CODE[settings.rule], settings.tau
+            self._set_mode(row, settings)
+            state.wishes.set(row, settings, prompt=length, seed=request.seed, end_ids=self._ends)
             request.started = time.perf_counter()
+            request.result.queued_seconds = request.started - request.added
+
+    def _set_mode(self, row: int, settings: DecodingSettings) -> None:
+        state = self._state
+        state.masks[row] = 0 if settings.one_token else (settings.block_size or self.block_size) - 1
+        state.exact[row], state.recovery[row] = settings.exact, settings.exact and settings.recovery
+        state.rule[row], state.tau[row] = RULE_CODE[settings.rule], settings.tau
 
     def _hand_out(self, commit: Commit) -> list[StepOutput]:
         """Pass new tokens on to their requests, and let go of the rows that ended."""
@@ -251,14 +317,27 @@ class Engine:
             request = self._row_of[row]
             assert request is not None
             result, new = request.result, ids[i][: counts[i]]
+            reason = reasons[i] if over[i] else None
+            # The text of an end token is no part of the answer.
+            plain = new[:-1] if reason == "stop" else new
+            early = request.settings.min_new_tokens - len(result.token_ids) - 1
+            text, stop = request.text.push(plain, can_stop_from=early)
+            if stop is not None:
+                new, reason = new[:stop], "stop"
+            elif reason is not None:
+                text += request.text.finish()
+            said = commit.logprobs.get(i)
+            if said is not None and result.logprobs is not None:
+                said = said[: len(new)]
+                result.logprobs += said
             if not result.forwards:
                 request.first_token = time.perf_counter()
             result.forwards += 1
             result.token_ids += new
-            result.accepted_lengths.append(counts[i])
+            result.text += text
+            result.accepted_lengths.append(len(new))
             result.rejected_drafts += rejected[i]
-            reason = reasons[i] if over[i] else None
-            outputs.append(StepOutput(request.id, new, reason))
+            outputs.append(StepOutput(request.id, new, reason, text, said))
             if reason == "error":
                 result.error = "The model's logits were not numbers (NaN), so no token could be chosen."
             if reason is not None:

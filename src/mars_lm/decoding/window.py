@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mars_lm.decoding.acceptance import accepted_run, passes
+from mars_lm.decoding.candidates import Wishes
 from mars_lm.decoding.forward import ForwardBatch, ModelForward, Segment
-from mars_lm.decoding.sampling import greedy
 from mars_lm.decoding.verification import agreeing_prefix
 
 Ints = np.ndarray
@@ -29,7 +29,7 @@ WIDE = 64
 class Rows:
     """The state of every row, one array entry each; an entry means something while its row is active."""
 
-    def __init__(self, rows: int, length: int) -> None:
+    def __init__(self, rows: int, length: int, vocabulary: int) -> None:
         self.active = np.zeros(rows, dtype=bool)
         self.tokens = np.zeros(
             (rows, length), dtype=np.int64
@@ -44,6 +44,7 @@ class Rows:
         self.recovery = np.zeros(rows, dtype=bool)
         self.rule = np.zeros(rows, dtype=np.int8)
         self.tau = np.zeros(rows, dtype=np.float64)
+        self.wishes = Wishes(rows, vocabulary)
 
 
 @dataclasses.dataclass
@@ -69,6 +70,15 @@ class Window:
     sees_from: Ints  # [N] ... and those from here to its own
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a token and those of the best ones, at temperature 1 and without penalties."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 @dataclasses.dataclass
 class Commit:
     """What one forward committed, over the R' rows of the window that reached their end."""
@@ -80,6 +90,7 @@ class Commit:
     full: np.ndarray  # bool [R']: the budget is used up
     broken: np.ndarray  # bool [R']: the logits were no numbers; nothing is committed
     rejected: Ints  # [R'] draft tokens that AR did not confirm
+    logprobs: dict[int, list[TokenLogprob]]  # of the committed tokens, by index in `rows`; for who asked
 
 
 def lay_out(state: Rows, mask_token_id: int, prefill_chunk: int) -> Window:
@@ -218,11 +229,10 @@ class Decoder:
 
     Args:
         model: gives the logits; mask_token_id: never a candidate (None for a model without one).
-        end_ids: tokens that end a request.
     """
 
-    def __init__(self, model: ModelForward, mask_token_id: int | None, end_ids: Ints) -> None:
-        self.model, self.mask_token_id, self.end_ids = model, mask_token_id, end_ids
+    def __init__(self, model: ModelForward, mask_token_id: int | None) -> None:
+        self.model, self.mask_token_id = model, mask_token_id
 
     def commit(self, state: Rows, window: Window, hidden: Tensor) -> Commit:
         """Verify, accept and commit; leaves `state` ready for the next forward.
@@ -239,7 +249,8 @@ class Decoder:
 
         # AR candidates behind every prefix of the draft, c_0 .. c_j.
         last = window.first[pick] + window.clean[pick] - 1  # flat index of the last clean token
-        candidates, _, finite = self._candidates(hidden, last - j, j + 1)
+        first = self._logits(hidden, last - j, j + 1)
+        candidates, finite = self._behind_draft(state, rows, j, first)
         broken = ~np.logical_and.reduce(finite, axis=1)
         drafts = _ragged(state.tokens, rows, n, int(j.max(initial=0)))
         agreed = agreeing_prefix(candidates, drafts, j)
@@ -248,7 +259,8 @@ class Decoder:
         which = np.arange(len(rows))
         size = groups[which, agreed]
         begin = last + 1 + (np.cumsum(groups, axis=1) - groups)[which, agreed]
-        guesses, logits, finite = self._candidates(hidden, begin, size)
+        logits = self._logits(hidden, begin, size)
+        guesses, finite = self._guesses(state, rows, agreed, candidates, size, logits)
         broken |= ~np.logical_and.reduce(finite, axis=1)
         real = np.arange(guesses.shape[1]) < size[:, None]
         accepted = np.zeros(guesses.shape, dtype=bool)
@@ -267,7 +279,7 @@ class Decoder:
         count = np.where(exact, agreed + 1, run + 1)
         count = np.minimum(count, limit - n)
         column = np.arange(tokens.shape[1])
-        is_end = np.isin(tokens, self.end_ids) & (column < count[:, None])
+        is_end = state.wishes.ends[rows[:, None], tokens] & (column < count[:, None])
         stopped = is_end.any(axis=1) & ~broken
         count = np.where(stopped, is_end.argmax(axis=1) + 1, count)
         count[broken] = 0
@@ -283,28 +295,87 @@ class Decoder:
             guesses[chosen]
         )
         full = (length >= limit) & ~stopped
-        return Commit(rows, tokens, count, stopped, full, broken, j - agreed)
+        logprobs = {}
+        for i in np.flatnonzero(state.wishes.logprobs[rows] >= 0).tolist():
+            own = np.arange(count[i])
+            from_first = (own < 1) | exact[i]
+            where = np.where(from_first, (np.cumsum(j + 1) - (j + 1))[i] + own, 0)
+            said = first[torch.from_numpy(where).to(first.device)]
+            if not from_first.all():
+                behind = torch.from_numpy((np.cumsum(size) - size)[i] + own[1:] - 1).to(first.device)
+                said = torch.cat([said[:1], logits[behind]])
+            logprobs[i] = _logprobs(said, tokens[i, : count[i]], int(state.wishes.logprobs[rows[i]]))
+        return Commit(rows, tokens, count, stopped, full, broken, j - agreed, logprobs)
 
-    def _candidates(self, hidden: Tensor, begin: Ints, size: Ints) -> tuple[Ints, Tensor, np.ndarray]:
-        """Candidates of `size` tokens of each row from flat index `begin`.
-
-        Returns:
-            candidates int64 [R, W], padded with 0; logits float32 [M, V] of the real ones, row by row;
-            finite bool [R, W], True where padded.
-        """
-        width = int(size.max(initial=0))
-        real = np.arange(width) < size[:, None]
-        candidates, finite = np.zeros(real.shape, dtype=np.int64), np.ones(real.shape, dtype=bool)
-        if not width:
-            return candidates, hidden.new_zeros(0, 1), finite
-        index = (begin[:, None] + np.arange(width))[real]
+    def _logits(self, hidden: Tensor, begin: Ints, size: Ints) -> Tensor:
+        """float32 logits [M, V] of `size` tokens of each row from flat index `begin`, row by row."""
+        if not size.any():
+            return hidden.new_zeros(0, 1)
+        width = int(size.max())
+        index = (begin[:, None] + np.arange(width))[np.arange(width) < size[:, None]]
         logits = self.model.logits(hidden.index_select(0, torch.from_numpy(index).to(hidden.device)))
         if self.mask_token_id is not None:
             logits[:, self.mask_token_id] = -torch.inf
-        best, ok = greedy(logits)
-        candidates[real] = best.cpu().numpy()
-        finite[real] = ok
-        return candidates, logits, finite
+        return logits
+
+    def _behind_draft(
+        self, state: Rows, rows: Ints, drafted: Ints, logits: Tensor
+    ) -> tuple[Ints, np.ndarray]:
+        """AR's candidates behind every prefix of each row's draft, given that the prefix is right.
+
+        Returns:
+            candidates int64 [R, J+1], padded with 0; finite bool [R, J+1], True where padded.
+        """
+        real = np.arange(int(drafted.max(initial=0)) + 1) < drafted[:, None] + 1
+        row, column = np.nonzero(real)
+        n = state.length[rows][row]
+        return self._choose(state, rows[row], n + column, state.tokens, real, logits)
+
+    def _guesses(
+        self, state: Rows, rows: Ints, agreed: Ints, candidates: Ints, size: Ints, logits: Tensor
+    ) -> tuple[Ints, np.ndarray]:
+        """The masks' candidates behind the agreeing draft and AR's next token; shapes as above, [R, W]."""
+        width = int(size.max(initial=0))
+        real = np.arange(width) < size[:, None]
+        row, column = np.nonzero(real)
+        position = (state.length[rows] + agreed + 1)[row] + column
+        if not state.wishes.looks_back[rows].any():
+            return self._choose(state, rows[row], position, state.tokens, real, logits)
+        # Each guess is a word of the next one's past: along the run, one column after the other.
+        guesses, finite = np.zeros(real.shape, dtype=np.int64), np.ones(real.shape, dtype=bool)
+        past = state.tokens.copy()  # the draft stands in it already
+        ar = state.length[rows] + agreed
+        inside = ar < past.shape[1]
+        past[rows[inside], ar[inside]] = candidates[np.arange(len(rows)), agreed][inside]
+        for k in range(width):
+            now = column == k
+            place = torch.from_numpy(np.flatnonzero(now)).to(logits.device)
+            chosen, ok = self._choose(
+                state, rows[row[now]], position[now], past, real[:, k : k + 1], logits[place]
+            )
+            guesses[:, k : k + 1], finite[:, k : k + 1] = chosen, ok
+            past[rows[row[now]], position[now]] = chosen[real[:, k], 0]
+        return guesses, finite
+
+    def _choose(
+        self, state: Rows, row: Ints, position: Ints, past: Ints, real: np.ndarray, logits: Tensor
+    ) -> tuple[Ints, np.ndarray]:
+        """Candidates of the places that `real` marks; `row`, `position` [M] are theirs, in its order."""
+        candidates, finite = np.zeros(real.shape, dtype=np.int64), np.ones(real.shape, dtype=bool)
+        if len(row):
+            candidates[real], finite[real] = state.wishes.choose(
+                logits, row, position, past, state.prompt[row]
+            )
+        return candidates, finite
+
+
+def _logprobs(logits: Tensor, tokens: Ints, k: int) -> list[TokenLogprob]:
+    """Of each token [M] under its logits [M, V], with the k best."""
+    said = torch.log_softmax(logits, dim=-1)
+    own = said.gather(-1, torch.from_numpy(tokens).to(logits.device)[:, None])[:, 0].tolist()
+    values, best = said.topk(k, dim=-1)
+    top = [list(zip(*pair, strict=True)) for pair in zip(best.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(*entry) for entry in zip(tokens.tolist(), own, top, strict=True)]
 
 
 def _ragged(tokens: Ints, rows: Ints, begin: Ints, width: int) -> Ints:
