@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from live_server import RunningServer, running_server
 
+from mars_lm.serving.requests import Limits
 from tiny import tiny_checkpoint
 
 pytest.importorskip("gradio", reason="the extra 'ui' is not installed")
@@ -37,7 +38,9 @@ MINUTE = 60_000
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     checkpoint = tiny_checkpoint(max_position_embeddings=2048)
-    with running_server(page=True, pause=0.03, checkpoint=checkpoint) as running:
+    with running_server(
+        page=True, pause=0.03, checkpoint=checkpoint, limits=Limits(new_tokens=160)
+    ) as running:
         yield running
 
 
