@@ -37,7 +37,6 @@ from rich.table import Table
 from common import load_prompts, prompt_ids, ratio, write
 from mars_lm import checkpoint as checkpoints
 from mars_lm.decoding import Engine, generate
-from mars_lm.detokenizer import decode
 from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
 
@@ -51,7 +50,7 @@ class Reply:
     """What a client got.
 
     The outcome is whole; left (by the client); refused or error (in OpenAI's shape, before or within the
-    stream); closed (before anything came); cut (in the midst of a stream, only a SIGKILL may do that); or broken.
+    stream); closed (before anything came); cut (in the midst of a stream: a SIGKILL's doing); or broken.
     """
 
     outcome: str
@@ -290,7 +289,7 @@ def soak(args: Any) -> dict[str, Any]:
             named["tau"] = 1.0
         [alone] = generate(loaded, [ids[prompt]], DecodingSettings(**named), max_rows=1)
         compared += 1
-        differing += reply.text != decode(loaded.tokenizer, alone.token_ids)
+        differing += reply.text != alone.text
     early = [m for n, m in memory if 100 <= n < 200] or [m for _, m in memory]
     late = [m for n, m in memory if n >= len(jobs) - 100] or [m for _, m in memory]
     return {
@@ -474,7 +473,8 @@ def picture(path: Path, result: dict[str, Any]) -> None:
     for axis, label in zip(axes, ("default tau", "queue", "tokens per second"), strict=False):
         axis.set_ylabel(label)
         axis.set_xlabel("seconds")
-    axes[0].legend()
+    if result.get("burst"):
+        axes[0].legend()
     if events := result.get("knob", {}).get("events"):
         axes[3].scatter([at for at, _ in events], [tokens for _, tokens in events], s=6)
         axes[3].axvline(0.0, color="tab:red", linewidth=0.8)
