@@ -198,7 +198,8 @@ def picture(path: Path, result: dict[str, Any]) -> None:
         left.plot(range(len(rows)), [row["bar"] for row in rows], "k_", markersize=40, label="bar")
         left.set_xticks(range(len(rows)), names)
     left.set_ylabel("tokens per forward")
-    left.legend()
+    if result.get("forwards"):
+        left.legend()
     if rows := result.get("clock"):
         batches = [str(row["batch"]) for row in rows]
         for name in ("exact", "exact, no recovery"):
@@ -206,7 +207,8 @@ def picture(path: Path, result: dict[str, Any]) -> None:
     right.axhline(1.0, color="grey", linewidth=0.8)
     right.set_xlabel("batch")
     right.set_ylabel("speed-up over one-token mode")
-    right.legend()
+    if result.get("clock"):
+        right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
