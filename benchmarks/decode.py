@@ -177,38 +177,41 @@ def table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def picture(path: Path, result: dict[str, Any]) -> None:
-    """Tokens per forward by task, and speed-up by batch."""
+    """Tokens per forward by task, and speed-up by batch; a panel for each part that was run."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    if rows := result.get("forwards"):
-        names = [row["task"] for row in rows]
-        left.bar(
-            [i - 0.2 for i in range(len(rows))], [row["exact"] for row in rows], 0.4, label="recovery masks"
-        )
-        left.bar(
-            [i + 0.2 for i in range(len(rows))],
-            [row["exact, no recovery"] for row in rows],
-            0.4,
-            label="plain exact mode",
-        )
-        left.plot(range(len(rows)), [row["bar"] for row in rows], "k_", markersize=40, label="bar")
-        left.set_xticks(range(len(rows)), names)
-    left.set_ylabel("tokens per forward")
-    if result.get("forwards"):
-        left.legend()
-    if rows := result.get("clock"):
+    panels = [name for name in ("forwards", "clock", "transformers") if name in result]
+    if not panels:
+        return
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
+    for panel, axis in zip(panels, axes[0], strict=True):
+        rows = result[panel]
+        if panel == "forwards":
+            at = range(len(rows))
+            axis.bar([i - 0.2 for i in at], [row["exact"] for row in rows], 0.4, label="recovery masks")
+            plain = [row["exact, no recovery"] for row in rows]
+            axis.bar([i + 0.2 for i in at], plain, 0.4, label="plain exact mode")
+            axis.hlines(
+                [row["bar"] for row in rows], [i - 0.4 for i in at], [i + 0.4 for i in at], "k", label="bar"
+            )
+            axis.set_xticks(at, [row["task"] for row in rows])
+            axis.set_ylabel("tokens per forward")
+            axis.legend(loc="lower right")
+            continue
         batches = [str(row["batch"]) for row in rows]
-        for name in ("exact", "exact, no recovery"):
-            right.plot(batches, [row[name]["speed_up"] for row in rows], "o-", label=name)
-    right.axhline(1.0, color="grey", linewidth=0.8)
-    right.set_xlabel("batch")
-    right.set_ylabel("speed-up over one-token mode")
-    if result.get("clock"):
-        right.legend()
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set_xlabel("batch")
+        if panel == "clock":
+            for name in ("exact", "exact, no recovery"):
+                axis.plot(batches, [row[name]["speed_up"] for row in rows], "o-", label=name)
+            axis.set_ylabel("speed-up over one-token mode")
+            axis.legend()
+        else:
+            axis.plot(batches, [row["ratio"] for row in rows], "o-")
+            axis.set_ylabel("one-token mode over transformers' generate")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
