@@ -225,6 +225,7 @@ class Engine:
             self._leave(self._row_of.index(request), "cancelled")
         else:
             self._waiting.remove(request)
+            request.result.queued_seconds = time.perf_counter() - request.added
             request.result.finish_reason = "cancelled"
 
     def result(self, request_id: int) -> GenerationResult:
