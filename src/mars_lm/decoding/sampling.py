@@ -65,18 +65,22 @@ def sample(logits: Tensor, how: Sampling) -> Tensor:
     scaled = logits / torch.from_numpy(temperature).to(device)[:, None]
     best = scaled.amax(-1, keepdim=True)
     least = torch.maximum(best - REACH, _least_kept(scaled, best, how))
-    place, token = torch.nonzero(scaled >= least, as_tuple=True)
+    kept = scaled >= least
     key = torch.from_numpy(_keys(how.seed, how.position).view(np.int64)).to(device)
+    if int(kept.sum()) * 8 > kept.numel():  # picking them out would cost more than the noise of all
+        noisy = gumbel(key[:, None], torch.arange(kept.shape[1], device=device))
+        return noisy.add_(scaled).masked_fill_(~kept, -torch.inf).argmax(-1)
+    place, token = torch.nonzero(kept, as_tuple=True)
     noisy = torch.full(scaled.shape, -torch.inf, dtype=torch.float64, device=device)
-    noisy[place, token] = scaled[place, token].double() + gumbel(key[place], token)
+    noisy[place, token] = gumbel(key[place], token).add_(scaled[place, token])
     return noisy.argmax(-1)
 
 
 def gumbel(key: Tensor, token: Tensor) -> Tensor:
-    """Gumbel noise of each token under its key: int64 [L], int64 [L] -> float64 [L]."""
+    """Gumbel noise of each token under its key: int64, float64, shapes as broadcast."""
     bits = _mix_tensor(key + token * _signed(int(_GOLDEN)))
-    uniform = (((bits >> 32) & 0xFFFFFFFF).double() + 0.5) / 2.0**32
-    return -torch.log(-torch.log(uniform))
+    uniform = ((bits >> 32) & 0xFFFFFFFF).double().add_(0.5).div_(2.0**32)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def _least_kept(scaled: Tensor, best: Tensor, how: Sampling) -> Tensor:
