@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from run_mars import run_mars
 
 from mars_lm.checkpoint import DEFAULT_ADAPTER, encode_chat
+from run_mars import run_mars
 
 pytestmark = pytest.mark.model
 
@@ -22,11 +22,11 @@ needs_packaged_model = pytest.mark.skipif(
 
 def test_a_gguf_file_answers_what_transformers_answers(smollm2, smollm2_gguf):
     ids = torch.tensor([encode_chat(smollm2, [{"role": "user", "content": PROMPT}])])
-    output = smollm2.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    text = smollm2.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    done = run_mars(
-        "generate", PROMPT, "--model", smollm2_gguf, "--dtype", "float32", "--max-new-tokens", 24
+    output = smollm2.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
     )
+    text = smollm2.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    done = run_mars("generate", PROMPT, "--model", smollm2_gguf, "--dtype", "float32", "--max-new-tokens", 24)
     assert done.code == 0
     assert done.out.rstrip("\n") == text.rstrip("\n")
     assert "no MARS settings" in done.err
@@ -45,7 +45,9 @@ def test_the_packaged_model_gives_the_same_words_in_fewer_forwards(smollm2_gguf)
 @needs_packaged_model
 def test_a_file_of_prompts(smollm2_gguf, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("Say hi.", PROMPT, "Count to five.")))
+    source.write_text(
+        "".join(json.dumps({"prompt": p}) + "\n" for p in ("Say hi.", PROMPT, "Count to five."))
+    )
     done = run_mars(
         "generate", "--input", source, "--output", target, "--dtype", "float32", "--max-new-tokens", 16
     )
