@@ -1,0 +1,156 @@
+"""The study: its sums, its jobs, and what its tables say about the paper's claims."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lm_eval")
+
+from mars_lm import checkpoint as checkpoints
+from mars_lm.evaluation.arithmetic import make_model, make_tokenizer, problem, problems, write_rows
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import study as studies
+import study_report
+
+
+def test_every_line_of_a_solution_has_the_same_value() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        question, solution = problem(draw)
+        values = {eval(line) for line in [question, *solution.split("\n")]}  # digits, + and - alone
+        assert set(question + solution) <= set("0123456789+-\n")
+        assert values == {int(solution.rsplit("\n", 1)[-1])}
+        assert min(values) >= 0
+        assert 3 <= len(solution.split("\n")) <= 5
+
+
+def test_no_sum_is_trained_on_and_asked(tmp_path: Path) -> None:
+    write_rows(tmp_path, train=200, test=50)
+    test = [json.loads(line) for line in (tmp_path / "arithmetic" / "test.jsonl").open()]
+    train = [json.loads(line)["messages"] for line in (tmp_path / "arithmetic" / "train.jsonl").open()]
+    asked = {row["question"] for row in test}
+    trained = {turns[0]["content"] for turns in train}
+    assert (len(asked), len(trained)) == (50, 200)
+    assert not asked & trained
+    assert all(eval(row["question"]) == int(row["answer"]) for row in test)
+    assert [q for q, _ in itertools.islice(problems(0), 3)] == [row["question"] for row in test[:3]]
+
+
+def test_the_tokenizer_has_a_token_a_character_and_a_mask(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, hidden=32, layers=1, seed=0)
+    checkpoints.save(model, tokenizer, tmp_path)
+    loaded = checkpoints.load(tmp_path, dtype="float32")
+    assert loaded.mars is None
+    turns = [{"role": "user", "content": "12+3"}, {"role": "assistant", "content": "15\n15"}]
+    prompt = checkpoints.encode_chat(loaded, turns[:1])
+    whole = checkpoints.encode_chat(loaded, turns, add_generation_prompt=False)
+    assert whole[: len(prompt)] == prompt
+    assert loaded.tokenizer.decode(whole[len(prompt) :], skip_special_tokens=True) == "15\n15"
+    assert checkpoints.end_token_ids(loaded) == {whole[-1]}
+    mars = checkpoints.make_mars_ready(loaded.model, loaded.tokenizer, block_size=4, base_model=None)
+    assert mars.mask_token_id == tokenizer.mask_token_id
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)  # no row was added
+
+
+def test_the_study_has_every_row_of_the_papers_tables() -> None:
+    size = studies.SIZES["scratch"]
+    assert len(size.seeds) == 3
+    assert size.block_sizes == (4, 8, 16)
+    names = [row.name for row in studies.rows_of(size)]
+    for wanted in ("ar", "ar-twice", "block-diffusion-4", *(f"mars-{b}" for b in (4, 8, 16))):
+        assert wanted in names
+    assert {f"mars-no-sft-{b}" for b in (4, 8, 16)} <= set(names)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, hidden=size.hidden, layers=size.layers, seed=0)
+    assert 5e6 <= sum(p.numel() for p in model.parameters()) <= 20e6
+    for part in studies.SIZES:
+        for row in studies.rows_of(studies.SIZES[part]):
+            assert (studies.RECIPES / f"{part}-{row.recipe}.yaml").is_file()
+
+
+def test_every_job_stands_behind_what_it_needs(tmp_path: Path) -> None:
+    for part, size in studies.SIZES.items():
+        known: set[str] = set()
+        for job in studies.Study(part, size, tmp_path, tmp_path).jobs():
+            assert set(job.needs) <= known, job.name
+            known.add(job.name)
+
+
+def test_finished_jobs_are_not_run_again(tmp_path: Path, monkeypatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(studies.Study, "train_base", lambda self, seed: ran.append("base") or {})
+    monkeypatch.setattr(studies.Study, "train", lambda self, seed, row: ran.append(row.name) or {})
+    monkeypatch.setattr(studies.Study, "train_heads", lambda self, seed: ran.append("heads") or {})
+    monkeypatch.setattr(studies.Study, "score", lambda self, seed, row: ran.append(f"{row.name}/s") or {})
+    size = studies.dataclasses.replace(studies.SIZES["scratch"], **studies.SMOKE)
+    study = studies.Study("scratch", size, tmp_path, None)
+    studies.run_all(study, [], 1, 1, in_process=True)
+    assert ran.count("base") == 1
+    assert set(ran) >= {"ar", "ar/s", "mars-4", "mars-4/s", "heads"}
+    study.mark("0/mars-4").unlink()
+    ran.clear()
+    studies.run_all(study, [], 1, 1, in_process=True)
+    assert ran == ["mars-4"]
+
+
+def test_a_folder_holds_one_study(tmp_path: Path) -> None:
+    size = studies.SIZES["scratch"]
+    studies.check_settings(studies.Study("scratch", size, tmp_path, None))
+    studies.check_settings(studies.Study("scratch", size, tmp_path, None))
+    other = studies.dataclasses.replace(size, steps=7)
+    with pytest.raises(SystemExit, match="other steps"):
+        studies.check_settings(studies.Study("scratch", other, tmp_path, None))
+
+
+def kept(value: float, rate: float = 1.0) -> dict:
+    return {"score": {"value": value}, "speed": {"tokens": 1000 * rate, "forwards": 1000}}
+
+
+def test_what_the_tables_say_about_the_claims() -> None:
+    study = studies.Study("scratch", studies.SIZES["scratch"], Path(), None)
+    assert {v["verdict"] for v in study_report.claims(study, {}, 0.95)} == {"not run"}
+    assert "not run" in study_report.tables(study, {}, 0.95)
+
+    def seeds(*values: float, rate: float = 1.0) -> dict:
+        return {seed: kept(value, rate) for seed, value in enumerate(values)}
+
+    found = {
+        "ar": {"one-token": seeds(0.96, 0.97, 0.965)},
+        "ar-twice": {"one-token": seeds(0.80, 0.81, 0.805)},
+        "block-diffusion-4": {"block-diffusion-1": seeds(0.5, 0.55, 0.6)},
+        "mars-4": {
+            "one-token": seeds(0.965, 0.97, 0.96),
+            "lossy": seeds(0.95, 0.955, 0.96, rate=1.8),
+            "exact": seeds(0.965, 0.97, 0.96, rate=2.4),
+        },
+        "mars-16": {
+            "one-token": seeds(0.96, 0.96, 0.96),
+            "lossy": seeds(0.7, 0.7, 0.7, rate=3.0),
+            "exact": seeds(0.96, 0.96, 0.95, rate=2.4),
+        },
+        "mars-no-sft-4": {"one-token": seeds(0.95, 0.95, 0.95)},
+        "mars-no-sft-16": {"one-token": seeds(0.6, 0.7, 0.65)},
+    }
+    verdicts = {v["claim"]: v["verdict"] for v in study_report.claims(study, found, 0.95)}
+    assert verdicts["MARS at tau 1 is at least as good as AR SFT (B=4)"] == "supported (within the spread)"
+    assert verdicts["MARS beats AR SFT trained twice as long"] == "supported"
+    assert verdicts["MARS beats AR SFT with the same compute"] == "not run"
+    assert verdicts["Block diffusion costs accuracy"] == "supported"
+    assert verdicts["Without the SFT loss accuracy falls from B=4 to B=16"] == "supported"
+    assert verdicts["With the SFT loss it does not (B=16 with against without)"] == "supported"
+    lossy = [v for claim, v in verdicts.items() if claim.startswith("tau 0.95")]
+    assert lossy == ["supported", "contradicted"]
+    exact = {claim: v for claim, v in verdicts.items() if claim.startswith("Exact mode")}
+    assert exact["Exact mode: AR's accuracy, digit for digit, at more than 2 (MARS, B=4)"] == "supported"
+    assert exact["Exact mode: AR's accuracy, digit for digit, at more than 2 (MARS, B=16)"] == "contradicted"
+    table = study_report.tables(study, found, 0.95)
+    assert "96.5 ± 0.5" in table
+    assert "1.80" in table
