@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell that starts a command in the background has it ignore Ctrl-C, and so would every program that the
+# tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 # The tests never need the Hub; a wrong name must fail at once, not after retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
