@@ -41,7 +41,8 @@ class Size:
     Args:
         seeds: each row is trained once with each.
         hidden, layers: of the model from scratch.
-        base_steps, base_chunks: the base trains up to this many chunks of steps, until `enough` is right.
+        base_steps, base_chunks: the base trains up to this many chunks of steps, each on rows of its own,
+            until `enough` is right.
         enough: share of held-out problems that the base must solve.
         steps: of AR SFT and of every row after it.
         train, test: rows.
@@ -57,7 +58,7 @@ class Size:
     base_chunks: int = 5
     enough: float = 0.96
     steps: int = 300
-    train: int = 40_000
+    train: int = 48_000
     test: int = 400
     block_sizes: tuple[int, ...] = (4, 8, 16)
     budget: int = 96
@@ -221,20 +222,21 @@ class Study:
         start = self.folder(seed, "untrained")
         checkpoints.save(model, tokenizer, start)
         parameters, solved = sum(p.numel() for p in model.parameters()), []
-        for chunk in range(1, self.size.base_chunks + 1):
+        lines = (self.output / "data" / "arithmetic" / "train.jsonl").read_text().splitlines(keepends=True)
+        many = -(-len(lines) // self.size.base_chunks)
+        for chunk in range(self.size.base_chunks):
+            name = f"base-{chunk}"
+            rows = self.folder(seed, name) / "rows.jsonl"  # a chunk tokenizes its own rows alone
+            rows.parent.mkdir(parents=True, exist_ok=True)
+            rows.write_text("".join(lines[chunk * many : (chunk + 1) * many]))
             self._train(
-                seed,
-                "base",
-                "base",
-                model=str(start),
-                train_data=[str(self.output / "data" / "arithmetic" / "train.jsonl")],
-                max_steps=chunk * self.size.base_steps,
+                seed, name, "base", model=str(start), train_data=[str(rows)], max_steps=self.size.base_steps
             )
-            shutil.rmtree(self.folder(seed, "base") / "scores", ignore_errors=True)
-            part = self._score(seed, "base", "one-token")
-            solved.append(part["score"]["value"])
+            start = self.folder(seed, name) / "final"
+            solved.append(self._score(seed, name, "one-token")["score"]["value"])
             if solved[-1] >= self.size.enough:
                 break
+        shutil.copytree(start, self.folder(seed, "base") / "final", dirs_exist_ok=True)
         return {"solved": solved, "steps": len(solved) * self.size.base_steps, "parameters": parameters}
 
     def train(self, seed: int, row: Row) -> dict[str, Any]:
