@@ -20,7 +20,7 @@ DATA = {"train_data": ["rows.jsonl"]}
 
 def objective_of(name: str, tmp_path: Path) -> Objective:
     path = RECIPES / f"{name}.yaml"
-    recipe = read_recipe(path, {**DATA, "output_dir": str(tmp_path), "use_cpu": True, "fsdp": ""})
+    recipe = read_recipe(path, {**DATA, "output_dir": str(tmp_path), "use_cpu": True, "fsdp": False})
     return run._config(recipe, path).objective()
 
 
@@ -28,7 +28,7 @@ def objective_of(name: str, tmp_path: Path) -> Objective:
 def test_every_recipe_builds_its_configuration(path, tmp_path):
     recipe = read_recipe(path, DATA)
     config = run._config(
-        read_recipe(path, {**DATA, "output_dir": str(tmp_path), "use_cpu": True, "fsdp": ""}), path
+        read_recipe(path, {**DATA, "output_dir": str(tmp_path), "use_cpu": True, "fsdp": False}), path
     )
     assert config.learning_rate == recipe.training["learning_rate"] > 0
     assert config.max_length == 512

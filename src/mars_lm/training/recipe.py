@@ -111,8 +111,10 @@ def _typed(path: Path, name: str, value: Any, hint: Any) -> Any:
     kinds = set(typing.get_args(hint) if union else (hint,))
     if hint == list[str] and isinstance(value, str):
         return [value]
-    if value is False and str in kinds and bool not in kinds:
+    if value is False and name.endswith("_strategy"):
         return "no"
+    if name == "fsdp":  # declared as text, and true by now
+        return value
     if isinstance(value, str) and kinds & {int, float} and str not in kinds:
         with contextlib.suppress(ValueError):
             value = float(value)
