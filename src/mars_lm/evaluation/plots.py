@@ -119,6 +119,7 @@ def plot_gaps(results: dict[str, dict[str, Any]], shares: Sequence[dict[str, Any
                     label=f"{name}, {view}",
                 )
         middle.axhline(results[name]["ar"]["nats"], color=f"C{number}", linewidth=0.6)
+    middle.set_xticks(range(1, results[names[0]].get("block_size", 1) + 1))
     middle.set_xlabel("distance in the block")
     middle.set_ylabel("nats per token")
     middle.legend(fontsize=6)
@@ -131,6 +132,8 @@ def plot_gaps(results: dict[str, dict[str, Any]], shares: Sequence[dict[str, Any
         right.plot(sizes, [line[key] for line in shares], style, markersize=4, label=label)
     right.axhline(0.5, color="grey", linewidth=0.6)
     right.set_ylim(0, 1)
+    right.set_xscale("log", base=2)
+    right.set_xticks(sizes, [str(size) for size in sizes])
     right.set_xlabel("B")
     right.set_ylabel("AR share of the loss")
     right.legend(fontsize=8)
