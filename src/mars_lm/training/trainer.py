@@ -29,6 +29,7 @@ from mars_lm.errors import MarsError
 from mars_lm.folders import is_no_space
 from mars_lm.settings import MarsSettings
 from mars_lm.training.examples import has_response
+from mars_lm.training.lora_linear import fuse_lora
 from mars_lm.training.objective import LossParts, Objective, compute_loss, preset
 from mars_lm.training.streams import IGNORE, Gaps, Streams, build
 
@@ -262,6 +263,8 @@ class MarsTrainer(trl.SFTTrainer):
         self.model_accepts_loss_kwargs = True
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         self._add_mars_forward(base, _logit_scale(base))
+        if args.device.type == "cpu" and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            fuse_lora(self.model)
         base.config._attn_implementation = self.attention
         self._totals: dict[str, dict[str, torch.Tensor | float]] = {
             "train": defaultdict(float),
