@@ -10,7 +10,7 @@ import signal
 import threading
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -169,12 +169,18 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def train(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
+def train(
+    recipe_path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    callbacks: Sequence[transformers.TrainerCallback] = (),
+) -> Path:
     """Train as a recipe says; a run that was stopped goes on from its last complete checkpoint.
 
     Args:
         recipe_path: a YAML file of `Recipe` and `MarsConfig` fields.
         overrides: keys that replace the recipe's.
+        callbacks: further onlookers, called after the run's own.
     Returns:
         The folder of the result: an adapter (LoRA) or a full checkpoint.
     Raises:
@@ -189,6 +195,8 @@ def train(recipe_path: str | Path, overrides: Mapping[str, Any] | None = None) -
     keeper = Keeper()
     try:
         trainer = _trainer(recipe, config, keeper)
+        for callback in callbacks:
+            trainer.add_callback(callback)
         with keeper.watching():
             _go_on(trainer, resume)
         step, last_step = trainer.state.global_step, trainer.state.max_steps
