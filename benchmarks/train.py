@@ -51,6 +51,7 @@ AR_RECIPE = RECIPES / "ablations" / "smollm2-135m-ar-sft.yaml"
 BARS = {"time": 1.5, "memory": 1.6, "rate": 1.5, "loss": 1.02}
 BLOCK_SIZE = 4
 MAX_LENGTH = 512
+WARM_UP = 2  # the first steps meet memory that no step has used before
 GIB = 1 << 30
 
 
@@ -251,12 +252,12 @@ def compete(
     contestants: dict[str, tuple[Callable[..., None], dict[str, Any]]], rows: Path, repeats: int
 ) -> Any:
     """Seconds of each contestant's steps, taken in turn, and its facts."""
-    steps = repeats + 1
+    steps = repeats + WARM_UP
     peers = {
         name: Contestant(name, run, rows, steps, changes) for name, (run, changes) in contestants.items()
     }
     try:
-        seconds = in_turn({name: peer.take_turn for name, peer in peers.items()}, repeats)
+        seconds = in_turn({name: peer.take_turn for name, peer in peers.items()}, repeats, WARM_UP)
         facts = {name: peer.take_turn() for name, peer in peers.items()}
         for peer in peers.values():
             peer.process.join()
@@ -505,7 +506,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="in a step, for the part step")
     parser.add_argument("--lora-rank", type=int, default=0, help="of the part step; 0 is full fine-tuning")
     parser.add_argument("--naive-rows", type=int, default=4, help="in a step, for the part naive")
-    parser.add_argument("--repeats", type=int, default=5, help="steps measured, after one to warm up")
+    parser.add_argument("--repeats", type=int, default=5, help="steps measured, after those that warm up")
     parser.add_argument("--bfloat16-repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40, help="of the part quality")
     parser.add_argument("--eval-rows", type=int, default=64)
