@@ -123,6 +123,15 @@ def test_full_fine_tuning_makes_a_checkpoint_that_plain_transformers_loads(home,
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
 
 
+def test_a_run_writes_no_model_card_of_blanks(never_killed):
+    assert not (never_killed / "README.md").exists()
+
+
+def test_nothing_warns_of_memory_for_a_gpu_that_is_not_there(home, tmp_path, recwarn):
+    run_in(home, tmp_path / "run", max_steps=1)
+    assert not [warning for warning in recwarn if "pin_memory" in str(warning.message)]
+
+
 def test_lora_makes_an_adapter_that_merges_into_its_base(home, never_killed):
     final = never_killed / "final"
     merged = checkpoints.load(home / "base", adapter=final)

@@ -223,6 +223,7 @@ def _config(recipe: Recipe, path: Path) -> MarsConfig:
         "bf16": _uses_bfloat16(recipe.precision),
         "optim": "adamw_torch_fused",
         "dataloader_num_workers": 0,
+        "dataloader_pin_memory": torch.cuda.is_available(),  # else torch warns
         **recipe.training,
     }
     checkpointing = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name

@@ -512,6 +512,9 @@ class MarsTrainer(trl.SFTTrainer):
         for name, value in self._own_config.items():
             setattr(self.accelerator.unwrap_model(self.model).config, name, value)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """No card: TRL's says "fine-tuned version of None" of a local model; provenance.json says more."""
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """`SFTTrainer`'s saving, with the settings and the provenance beside the weights."""
         self.restore_config()
