@@ -2,6 +2,7 @@
 
     python benchmarks/train.py --data ../shared/data --parts step --output docs/results/train-step
     python benchmarks/train.py --data ../shared/data --parts naive --output docs/results/train-naive
+    (--naive-precisions float32 alone, where the processor imitates bfloat16 and a step takes minutes)
     python benchmarks/train.py --data ../shared/data --parts quality --output docs/results/train-quality
 
 Prints tables and writes OUTPUT.json and OUTPUT.png. Everything trains SmolLM2-135M-Instruct by
@@ -51,7 +52,6 @@ AR_RECIPE = RECIPES / "ablations" / "smollm2-135m-ar-sft.yaml"
 BARS = {"time": 1.5, "memory": 1.6, "rate": 1.5, "loss": 1.02}
 BLOCK_SIZE = 4
 MAX_LENGTH = 512
-WARM_UP = 2  # the first steps meet memory that no step has used before
 GIB = 1 << 30
 
 
@@ -249,15 +249,15 @@ class Contestant:
 
 
 def compete(
-    contestants: dict[str, tuple[Callable[..., None], dict[str, Any]]], rows: Path, repeats: int
+    contestants: dict[str, tuple[Callable[..., None], dict[str, Any]]], rows: Path, repeats: int, warm_up: int
 ) -> Any:
     """Seconds of each contestant's steps, taken in turn, and its facts."""
-    steps = repeats + WARM_UP
+    steps = repeats + warm_up
     peers = {
         name: Contestant(name, run, rows, steps, changes) for name, (run, changes) in contestants.items()
     }
     try:
-        seconds = in_turn({name: peer.take_turn for name, peer in peers.items()}, repeats, WARM_UP)
+        seconds = in_turn({name: peer.take_turn for name, peer in peers.items()}, repeats, warm_up)
         facts = {name: peer.take_turn() for name, peer in peers.items()}
         for peer in peers.values():
             peer.process.join()
@@ -321,7 +321,7 @@ def step_part(args: Any) -> list[dict[str, Any]]:
                 "ar-sft": (run_trainer, {**base, "preset": "ar-sft", "mask_loss": "ce", "phases": 1}),
                 name: (run_trainer, {**base, **changes}),
             }
-            seconds, facts = compete(pair, rows, args.repeats)
+            seconds, facts = compete(pair, rows, args.repeats, args.warm_up)
             mars, ar = (measured(each, seconds, facts, tokens) for each in (name, "ar-sft"))
             result.append(
                 {
@@ -347,18 +347,13 @@ def naive_part(args: Any) -> list[dict[str, Any]]:
     with rows_of(args, args.naive_rows) as rows:
         tokens = count_tokens(rows)
         for kind, (lora, objective) in kinds.items():
-            for autocast in (False, True):
-                trainer, loop = (
-                    f"mars train: {kind}",
-                    f"naive {'bfloat16' if autocast else 'float32'}: {kind}",
-                )
+            for precision in args.naive_precisions:
+                trainer, loop = f"mars train: {kind}", f"naive {precision}: {kind}"
                 pair = {
                     trainer: (run_trainer, {**lora, **objective}),
-                    loop: (run_naive, {**lora, **objective, "autocast": autocast}),
+                    loop: (run_naive, {**lora, **objective, "autocast": precision == "bfloat16"}),
                 }
-                # Imitated bfloat16 takes long, and its ratio is far from the bar.
-                repeats = min(args.repeats, args.bfloat16_repeats) if autocast else args.repeats
-                seconds, facts = compete(pair, rows, repeats)
+                seconds, facts = compete(pair, rows, args.repeats, args.warm_up)
                 ours, theirs = (measured(each, seconds, facts, tokens) for each in pair)
                 result.append(
                     {
@@ -507,7 +502,12 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=0, help="of the part step; 0 is full fine-tuning")
     parser.add_argument("--naive-rows", type=int, default=4, help="in a step, for the part naive")
     parser.add_argument("--repeats", type=int, default=5, help="steps measured, after those that warm up")
-    parser.add_argument("--bfloat16-repeats", type=int, default=2)
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="the first steps meet memory that no step has used before"
+    )
+    parser.add_argument(
+        "--naive-precisions", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
+    )
     parser.add_argument("--steps", type=int, default=40, help="of the part quality")
     parser.add_argument("--eval-rows", type=int, default=64)
     parser.add_argument(

@@ -71,7 +71,7 @@ def die(*_) -> None:
 
 def test_a_contestant_that_dies_is_told(tmp_path):
     with pytest.raises(MarsError, match=r"the weak one ended early \(exit code 3"):
-        benchmark.compete({"the weak one": (die, {})}, tmp_path / "none.jsonl", 1)
+        benchmark.compete({"the weak one": (die, {})}, tmp_path / "none.jsonl", 1, 0)
 
 
 def test_more_rows_than_there_are_is_a_sentence(tmp_path):
