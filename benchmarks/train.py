@@ -375,6 +375,7 @@ def quality_part(args: Any) -> dict[str, Any]:
     settings = {
         "train_data": [str(args.data / "sft" / args.file)],
         "max_steps": args.steps,
+        "per_device_train_batch_size": args.step_rows,
         "eval_rows": args.eval_rows,
         "eval_strategy": "steps",
         "eval_steps": args.steps,
@@ -386,7 +387,12 @@ def quality_part(args: Any) -> dict[str, Any]:
         "lr_scheduler_kwargs": {"num_decay_steps": args.steps // 4, "min_lr_ratio": 0.0},
         "disable_tqdm": True,
     }
-    result: dict[str, Any] = {"steps": args.steps, "held_out_rows": args.eval_rows, "file": args.file}
+    result: dict[str, Any] = {
+        "steps": args.steps,
+        "step_rows": args.step_rows,
+        "held_out_rows": args.eval_rows,
+        "file": args.file,
+    }
     for name, recipe in (("ar-sft", AR_RECIPE), ("mars", RECIPE)):
         folder = args.runs / name
         begin = time.perf_counter()
@@ -509,7 +515,8 @@ def main() -> None:
         "--naive-precisions", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
     )
     parser.add_argument("--steps", type=int, default=40, help="of the part quality")
-    parser.add_argument("--eval-rows", type=int, default=64)
+    parser.add_argument("--step-rows", type=int, default=6, help="in a step, for the part quality")
+    parser.add_argument("--eval-rows", type=int, default=32)
     parser.add_argument(
         "--runs", type=Path, default=Path("runs/train-quality"), help="where the part quality trains; resumes"
     )
