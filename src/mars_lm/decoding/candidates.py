@@ -1,4 +1,4 @@
-"""A request's own wishes -> the candidate at each position: bans, penalties, then greedy or a draw.
+"""A request's own wishes -> the candidate at each position: penalties, bans, processors, then the choice.
 
 What depends on earlier tokens sees the committed tokens and the run so far, so that a step of several tokens
 chooses what one-token steps would.
@@ -6,15 +6,23 @@ chooses what one-token steps would.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from mars_lm.decoding.sampling import Sampling, greedy, sample
+from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
 
 Ints = np.ndarray
 Words = tuple[tuple[int, ...], ...]
+# As transformers has them: (token ids int64 [1, n], scores float32 [1, V]) -> scores [1, V].
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+# The candidate where the wishes rule out every token.
+NONE_LEFT = -1
 
 
 class Wishes:
@@ -34,9 +42,19 @@ class Wishes:
         self.frequency = np.zeros(rows)
         self.penalised = np.zeros(rows, dtype=bool)
         self.bad_words: list[Words] = [()] * rows
-        self.looks_back = np.zeros(rows, dtype=bool)  # penalised, or with bad words
+        self.processors: list[tuple[Processor, ...]] = [()] * rows
+        self.looks_back = np.zeros(rows, dtype=bool)  # penalised, or with bad words or processors
 
-    def set(self, row: int, settings: DecodingSettings, *, prompt: int, seed: int, end_ids: Ints) -> None:
+    def set(
+        self,
+        row: int,
+        settings: DecodingSettings,
+        *,
+        prompt: int,
+        seed: int,
+        end_ids: Ints,
+        processors: tuple[Processor, ...] = (),
+    ) -> None:
         """A request takes the row."""
         self.ends[row] = False
         if not settings.ignore_eos:
@@ -54,7 +72,8 @@ class Wishes:
             or settings.frequency_penalty != 0
         )
         self.bad_words[row] = settings.bad_words_ids
-        self.looks_back[row] = self.penalised[row] or bool(settings.bad_words_ids)
+        self.processors[row] = processors
+        self.looks_back[row] = self.penalised[row] or bool(settings.bad_words_ids) or bool(processors)
 
     def choose(
         self, logits: Tensor, rows: Ints, position: Ints, tokens: Ints, prompt: Ints
@@ -67,12 +86,19 @@ class Wishes:
             tokens: int64 [all rows, length]: what stands before it, read for rows that look back only.
             prompt: int64 [M], length of the row's prompt.
         Returns:
-            candidates int64 [M]; finite bool [M].
+            candidates int64 [M], `NONE_LEFT` where the wishes left no token to choose; finite bool [M], False
+            where the model's own logits were no numbers.
         """
-        logits = self._adjusted(logits, rows, position, tokens, prompt)
+        raw = logits
+        logits = self._adjusted(raw, rows, position, tokens, prompt)
         best, finite = greedy(logits)
         candidates = best.cpu().numpy()
-        drawn = np.flatnonzero((self.temperature[rows] > 0) & finite)
+        if logits is not raw and not finite.all():
+            lost = np.flatnonzero(~finite)
+            lost = lost[greedy(raw[torch.from_numpy(lost).to(raw.device)])[1]]
+            candidates = candidates.copy()
+            candidates[lost], finite[lost] = NONE_LEFT, True
+        drawn = np.flatnonzero((self.temperature[rows] > 0) & finite & (candidates != NONE_LEFT))
         if drawn.size:
             r = rows[drawn]
             how = Sampling(
@@ -92,8 +118,10 @@ class Wishes:
     def _adjusted(self, logits: Tensor, rows: Ints, position: Ints, tokens: Ints, prompt: Ints) -> Tensor:
         too_early = np.flatnonzero((position < self.first_end[rows]) & self.ends[rows].any(axis=1))
         penalised = np.flatnonzero(self.penalised[rows])
-        barred = [i for i in np.flatnonzero(self.looks_back[rows]).tolist() if self.bad_words[rows[i]]]
-        if not (too_early.size or penalised.size or barred):
+        looking = np.flatnonzero(self.looks_back[rows]).tolist()
+        barred = [i for i in looking if self.bad_words[rows[i]]]
+        processed = [i for i in looking if self.processors[rows[i]]]
+        if not (too_early.size or penalised.size or barred or processed):
             return logits
         logits = logits.clone()
         if penalised.size:
@@ -112,6 +140,9 @@ class Wishes:
         for i in barred:
             banned = _completing(self.bad_words[rows[i]], tokens[rows[i], : position[i]])
             logits[i, banned] = -torch.inf
+        for i in processed:
+            before = torch.from_numpy(tokens[rows[i], : position[i]].copy()).to(logits.device)
+            logits[i] = _processed(self.processors[rows[i]], before[None], logits[i : i + 1])[0]
         return logits
 
     def _penalise(self, logits: Tensor, rows: Ints, position: Ints, tokens: Ints, prompt: Ints) -> Tensor:
@@ -134,6 +165,20 @@ class Wishes:
         logits = torch.where(torch.from_numpy(seen).to(logits.device), again, logits)
         times = torch.from_numpy(counts).to(logits.device)
         return logits - each(self.frequency) * times - each(self.presence) * (times > 0)
+
+
+def _processed(processors: tuple[Processor, ...], input_ids: Tensor, scores: Tensor) -> Tensor:
+    """float32 [1, V]: the scores behind int64 [1, n] ids, passed through one processor after the other."""
+    shape = scores.shape
+    for processor in processors:
+        scores = processor(input_ids, scores)
+        if not isinstance(scores, Tensor) or scores.shape != shape:
+            raise MarsError(
+                f"The logits processor {type(processor).__name__} gave "
+                f"{list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__}, expected "
+                f"scores of shape {list(shape)}."
+            )
+    return scores
 
 
 def _completing(words: Words, tokens: Ints) -> list[int]:

@@ -16,6 +16,7 @@ import torch
 
 from mars_lm.checkpoint import Checkpoint, end_token_ids
 from mars_lm.decoding.acceptance import RULE_CODE
+from mars_lm.decoding.candidates import Processor
 from mars_lm.decoding.forward import ModelForward
 from mars_lm.decoding.text import TextStream
 from mars_lm.decoding.window import Commit, Decoder, Rows, TokenLogprob, lay_out, to_batch
@@ -23,6 +24,12 @@ from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+_NOT_NUMBERS = "The model's logits were not numbers (NaN), so no token could be chosen."
+_NONE_LEFT = (
+    "No token was left to choose: the request's bad words, minimum length and logits processors rule out "
+    "every token of the vocabulary (or a processor gave no numbers); loosen one of them."
+)
 
 # What `Engine.update` changes of a request.
 LIVE = ("tau", "rule", "block_size", "exact", "recovery")
@@ -52,7 +59,8 @@ class GenerationResult:
         text: the outputs' texts joined: without stop string, stop token and special tokens.
         logprobs: an entry for each token, if asked.
         finish_reason: "stop" (an end token or a stop string), "length" (the budget or the context's end),
-            "cancelled", "error" (the model's logits were no numbers; `error` says so), or None while it runs.
+            "cancelled", "error" (the model's logits were no numbers, or the request's own bans and processors
+            left no token; `error` says which), or None while it runs.
         forwards: forwards that yielded tokens, the prefill among them (a prompt prefilled in chunks counts
             once): `len(token_ids) / forwards` is the SPEC's tokens per forward.
         accepted_lengths: tokens that each forward committed.
@@ -82,6 +90,7 @@ class _Request:
     result: GenerationResult
     text: TextStream
     seed: int
+    processors: tuple[Processor, ...]
     added: float
     started: float = 0.0
     first_token: float = 0.0
@@ -131,11 +140,21 @@ class Engine:
         self._requests: dict[int, _Request] = {}
         self._next_id = 0
 
-    def add(self, prompt_ids: Sequence[int], settings: DecodingSettings) -> int:
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        settings: DecodingSettings,
+        *,
+        logits_processors: Sequence[Processor] = (),
+    ) -> int:
         """Queue a request.
 
         Args:
             prompt_ids: the prompt's token ids.
+            logits_processors: transformers' `LogitsProcessor`s, or any (ids int64 [1, n], scores float32
+                [1, V]) -> scores [1, V], applied in order behind penalties and bans and before the
+                temperature. They are called for guesses too, so they must depend on their arguments alone;
+                what one raises comes out of `step`.
         Returns:
             The request's id.
         Raises:
@@ -151,6 +170,7 @@ class Engine:
             GenerationResult(logprobs=None if settings.logprobs is None else []),
             text=TextStream(self._tokenizer, settings.stop),
             seed=secrets.randbits(63) if settings.seed is None else settings.seed,
+            processors=tuple(logits_processors),
             added=time.perf_counter(),
         )
         self._next_id += 1
@@ -297,7 +317,14 @@ class Engine:
             state.cached[row] = state.drafted[row] = 0
             state.limit[row] = min(length + settings.max_new_tokens, self.max_length)
             self._set_mode(row, settings)
-            state.wishes.set(row, settings, prompt=length, seed=request.seed, end_ids=self._ends)
+            state.wishes.set(
+                row,
+                settings,
+                prompt=length,
+                seed=request.seed,
+                end_ids=self._ends,
+                processors=request.processors,
+            )
             request.started = time.perf_counter()
             request.result.queued_seconds = request.started - request.added
 
@@ -311,8 +338,9 @@ class Engine:
         """Pass new tokens on to their requests, and let go of the rows that ended."""
         outputs = []
         counts, ids = commit.count.tolist(), commit.tokens.tolist()
-        reasons = np.where(commit.broken, "error", np.where(commit.stopped, "stop", "length")).tolist()
-        over = (commit.broken | commit.stopped | commit.full).tolist()
+        failed = commit.broken | commit.stuck
+        reasons = np.where(failed, "error", np.where(commit.stopped, "stop", "length")).tolist()
+        over = (failed | commit.stopped | commit.full).tolist()
         rejected = commit.rejected.tolist()
         for i, row in enumerate(commit.rows.tolist()):
             request = self._row_of[row]
@@ -340,7 +368,7 @@ class Engine:
             result.rejected_drafts += rejected[i]
             outputs.append(StepOutput(request.id, new, reason, text, said))
             if reason == "error":
-                result.error = "The model's logits were not numbers (NaN), so no token could be chosen."
+                result.error = _NONE_LEFT if commit.stuck[i] else _NOT_NUMBERS
             if reason is not None:
                 self._leave(row, reason)
         return outputs

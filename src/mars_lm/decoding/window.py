@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mars_lm.decoding.acceptance import accepted_run, passes
-from mars_lm.decoding.candidates import Wishes
+from mars_lm.decoding.candidates import NONE_LEFT, Wishes
 from mars_lm.decoding.forward import ForwardBatch, ModelForward, Segment
 from mars_lm.decoding.verification import agreeing_prefix
 
@@ -93,6 +93,7 @@ class Commit:
     stopped: np.ndarray  # bool [R']: the last one is an end token
     full: np.ndarray  # bool [R']: the budget is used up
     broken: np.ndarray  # bool [R']: the logits were no numbers; nothing is committed
+    stuck: np.ndarray  # bool [R']: behind what was committed, the row's wishes leave no token to choose
     rejected: Ints  # [R'] draft tokens that AR did not confirm
     logprobs: dict[int, list[TokenLogprob]]  # of the committed tokens, by index in `rows`; for who asked
 
@@ -280,8 +281,9 @@ class Decoder:
         accepted = np.zeros(guesses.shape, dtype=bool)
         if size.any():
             row = np.repeat(which, size)
-            flat = torch.from_numpy(guesses[real]).to(logits.device)
+            flat = torch.from_numpy(np.maximum(guesses[real], 0)).to(logits.device)
             accepted[real] = passes(logits, flat, state.rule[rows][row], state.tau[rows][row])
+            accepted &= guesses != NONE_LEFT
         run = accepted_run(accepted)
 
         # Exact: the agreeing draft and AR's next token, together c_0 .. c_k; the run is the next draft.
@@ -290,13 +292,15 @@ class Decoder:
         tokens[:, : candidates.shape[1]] = candidates
         trusting = ~exact
         tokens[trusting, 1 : 1 + guesses.shape[1]] = guesses[trusting]
-        count = np.where(exact, agreed + 1, run + 1)
+        none_left = candidates[which, agreed] == NONE_LEFT  # AR's token behind the draft that held
+        count = np.where(exact, agreed + ~none_left, np.where(none_left, 0, run + 1))
         count = np.minimum(count, limit - n)
         column = np.arange(tokens.shape[1])
         is_end = state.wishes.ends[rows[:, None], tokens] & (column < count[:, None])
         stopped = is_end.any(axis=1) & ~broken
         count = np.where(stopped, is_end.argmax(axis=1) + 1, count)
         count[broken] = 0
+        stuck = none_left & ~stopped & ~broken & (n + count < limit)
 
         chosen = column < count[:, None]
         state.tokens[np.repeat(rows, count), (n[:, None] + column)[chosen]] = tokens[chosen]
@@ -319,7 +323,7 @@ class Decoder:
                 behind = torch.from_numpy((np.cumsum(size) - size)[i] + own[1:] - 1).to(first.device)
                 said = torch.cat([said[:1], logits[behind]])
             logprobs[i] = _logprobs(said, tokens[i, : count[i]], int(state.wishes.logprobs[rows[i]]))
-        return Commit(rows, tokens, count, stopped, full, broken, j - agreed, logprobs)
+        return Commit(rows, tokens, count, stopped, full, broken, stuck, j - agreed, logprobs)
 
     def _logits(self, hidden: Tensor, begin: Ints, size: Ints) -> Tensor:
         """float32 logits [M, V] of `size` tokens of each row from flat index `begin`, row by row."""
@@ -358,7 +362,9 @@ class Decoder:
         past = state.tokens.copy()  # the draft stands in it already
         ar = state.length[rows] + agreed
         inside = ar < past.shape[1]
-        past[rows[inside], ar[inside]] = candidates[np.arange(len(rows)), agreed][inside]
+        # A row without a next token guesses in vain, but over real ids.
+        next_token = np.maximum(candidates[np.arange(len(rows)), agreed], 0)
+        past[rows[inside], ar[inside]] = next_token[inside]
         for k in range(width):
             now = column == k
             place = torch.from_numpy(np.flatnonzero(now)).to(logits.device)
@@ -366,7 +372,7 @@ class Decoder:
                 state, rows[row[now]], position[now], past, real[:, k : k + 1], logits[place]
             )
             guesses[:, k : k + 1], finite[:, k : k + 1] = chosen, ok
-            past[rows[row[now]], position[now]] = chosen[real[:, k], 0]
+            past[rows[row[now]], position[now]] = np.maximum(chosen[real[:, k], 0], 0)
         return guesses, finite
 
     def _choose(
