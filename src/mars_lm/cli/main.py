@@ -30,7 +30,8 @@ app.command("eval")(evaluate.evaluate)
 app.command()(sweep.sweep)
 app.command()(calibrate.calibrate)
 app.command()(gaps.gaps)
-app.command()(serve.serve)
+# What `serve` does not know may be a flag of vLLM's.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
 app.command()(knob.knob)
 
 

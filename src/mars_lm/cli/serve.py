@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,7 @@ _NETWORK, _LIMITS, _LOAD = "Network and keys", "Limits", "Load controller"
 
 
 def serve(
+    context: typer.Context,
     model: options.Model = None,
     adapter: options.Adapter = None,
     dtype: options.Dtype = "auto",
@@ -41,6 +42,10 @@ def serve(
             metavar="NAME", help="What clients call the model.", show_default="the model's own name"
         ),
     ] = None,
+    engine: Annotated[
+        Literal["mars", "vllm"],
+        typer.Option(help="vllm: vLLM's own server with our decoding; its flags go behind ours."),
+    ] = "mars",
     ui: Annotated[bool, typer.Option("--ui", help="A page at / (needs the extra 'ui').")] = False,
     host: Annotated[
         str, typer.Option(help="The address to listen at.", rich_help_panel=_NETWORK)
@@ -126,8 +131,13 @@ def serve(
 
     Listens at 127.0.0.1 unless --host names another address. SIGTERM or Ctrl-C: finish what runs, then end.
     """
-    terminal = Terminal()
     named = options.asked(exact=exact, tau=tau, rule=rule, block_size=block_size)
+    if engine == "vllm":
+        _serve_with_vllm(context, model, adapter, named)
+        return
+    if context.args:
+        context.fail(f"No such option or argument: {context.args[0]}")
+    terminal = Terminal()
     _require_extra("serve", "fastapi", "uvicorn", "prometheus_client")
     if ui:
         _require_extra("ui", "gradio")
@@ -168,12 +178,41 @@ def serve(
     defaults = Defaults(**{field: getattr(settings, field) for field in FIELDS})
     if controller is not None and checkpoint.mars is None:
         raise MarsError("--tau-range needs a MARS checkpoint: this model yields one token per forward.")
-    engine = Engine(checkpoint, max_rows=rows, max_length=max_length)
+    decoder = Engine(checkpoint, max_rows=rows, max_length=max_length)
     trained = None if checkpoint.mars is None else checkpoint.mars.block_size
     knob = Knob(defaults, trained, controller=controller)
-    server = Server(checkpoint, engine, knob, server_options)
+    server = Server(checkpoint, decoder, knob, server_options)
     _announce(terminal, server, host, port)
     run(server, host, port)
+
+
+# What `--engine vllm` takes of our options, and what the others that have a counterpart are called there.
+_OURS_WITH_VLLM = {"model", "adapter", "exact", "tau", "rule", "block_size", "engine", "context"}
+_VLLM_FLAGS = {
+    "dtype": "--dtype",
+    "host": "--host",
+    "port": "--port",
+    "model_name": "--served-model-name",
+    "rows": "--max-num-seqs",
+    "max_length": "--max-model-len",
+}
+
+
+def _serve_with_vllm(
+    context: typer.Context, model: str | None, adapter: str | None, named: dict[str, Any]
+) -> None:
+    from mars_lm.vllm import launch
+
+    passed_on = []
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        given = source is not None and source.name != "DEFAULT"
+        if name in _VLLM_FLAGS and (given or name == "host"):  # vLLM alone would listen at every address
+            passed_on += [_VLLM_FLAGS[name], str(value)]
+        elif given and name not in _OURS_WITH_VLLM:
+            flag = "--" + name.replace("_", "-")
+            raise MarsError(f"{flag} belongs to our own engine: give vLLM's own flags with --engine vllm.")
+    launch.run(model, adapter, named, [*passed_on, *context.args])
 
 
 def _announce(terminal: Terminal, server: Server, host: str, port: int) -> None:

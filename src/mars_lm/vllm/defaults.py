@@ -19,12 +19,12 @@ logger = logging.getLogger("vllm.mars_lm")
 VARIABLE = (
     "MARS_VLLM"  # a JSON object of the fields below; vLLM's --additional-config '{"mars": …}' goes first
 )
-KNOB_FILE = "knob_file"
+KNOB_FILE, ADAPTIVE = "knob_file", "adaptive"
 _LOOK_EVERY = 0.1  # seconds between looks at the knob's file
 
 
 def configured(additional_config: Any) -> dict[str, Any]:
-    """What vLLM's additional configuration and the environment name: tau, rule, block_size, exact, knob_file.
+    """What vLLM's additional configuration and the environment name: the knob's fields, knob_file, adaptive.
 
     Raises:
         MarsError: the environment's value is no JSON object, or a name is unknown.
@@ -77,7 +77,7 @@ def read_knob_file(file: Path) -> dict[str, Any]:
 def chosen(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """What a request names in vLLM's `vllm_xargs` (`SamplingParams.extra_args`); other names are not ours.
 
-    JSON's true arrives as 1 in vLLM's typed field, so numbers and words stand for themselves and for yes and no.
+    JSON's true arrives as 1 in vLLM's typed field, so numbers and words may say yes and no.
 
     Raises:
         MarsError: exact is neither.
@@ -104,8 +104,8 @@ def resolve(knob: Knob, extra_args: Mapping[str, Any] | None) -> DecodingSetting
     trained = knob.trained_block_size
     if trained is not None and (settings.block_size or 0) > trained:
         raise MarsError(
-            f"block_size is {settings.block_size} and the checkpoint was trained with {trained}: use {trained} "
-            "or less."
+            f"block_size is {settings.block_size} and the checkpoint was trained with {trained}: "
+            f"use {trained} or less."
         )
     return settings
 
@@ -122,6 +122,7 @@ class LiveDefaults:
         self._stamp: tuple[int, int] | None = None
         self._next_look = 0.0
         self._of: dict[str, DecodingSettings] = {}
+        self.adaptive = bool(named.get(ADAPTIVE, True))
         self.knob = make_knob(mars, named)
 
     @classmethod

@@ -17,7 +17,7 @@ Ints = np.ndarray
 class MaskGroup(NamedTuple):
     """The masks behind one request's drafts."""
 
-    count: int
+    masks: int
     exact: bool  # True: what the masks say is the next draft. False: what passes the rule stands at once.
     rule: int  # a code of decoding.acceptance.RULE_CODE
     tau: float

@@ -1,4 +1,4 @@
-"""The proposer that vLLM loads (`method: custom_class`): the drafts are those that the sampler has just read."""
+"""The proposer that vLLM loads (`method: custom_class`): it hands on what the sampler has just read."""
 
 from __future__ import annotations
 

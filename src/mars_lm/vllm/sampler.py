@@ -1,7 +1,7 @@
 """From one forward's logits to committed tokens and the next drafts, inside vLLM (SPEC 3 and 4).
 
-AR's part is vLLM's own: its rejection sampler judges the drafts, its sampler draws the next token, and neither
-ever sees a mask. Only then are the masks' logits read, where all drafts before them held.
+AR's part is vLLM's own: its rejection sampler judges the drafts, its sampler draws the next token, and
+neither ever sees a mask. Only then are the masks' logits read, where all drafts before them held.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MarsSampler(RejectionSampler):
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
         groups = [self.plan.get(request) for request in self._batch.req_ids]
         layout = Layout.of(
-            metadata.num_draft_tokens, [0 if group is None else group.count for group in groups]
+            metadata.num_draft_tokens, [0 if group is None else group.masks for group in groups]
         )
         output = self._autoregressive(layout, metadata, logits, sampling_metadata)
         self.drafts = [[] for _ in groups]

@@ -1,4 +1,4 @@
-"""Which vLLM the plugin was tested with. The plugin subclasses vLLM's inner parts, which change between versions."""
+"""Which vLLM the plugin was tested with: it subclasses inner parts, which change between versions."""
 
 from __future__ import annotations
 

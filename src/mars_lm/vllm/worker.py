@@ -16,11 +16,11 @@ from mars_lm.vllm import plan  # noqa: E402
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as _Worker  # type: ignore[assignment]
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
 
 
 class MarsWorker(_Worker):
-    """The platform's worker; what differs is who turns logits into tokens, and that it gets the step's plan."""
+    """The platform's worker; what differs is who turns logits into tokens, by the step's plan."""
 
     def init_device(self) -> None:
         super().init_device()
