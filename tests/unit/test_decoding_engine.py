@@ -197,7 +197,7 @@ def fed_into(engine: Engine) -> list[list[int]]:
     hidden = engine._model.hidden
 
     def recording(batch):
-        fed.append(batch.input_ids[0].tolist())
+        fed.append(batch.input_ids.tolist())
         return hidden(batch)
 
     engine._model.hidden = recording

@@ -9,22 +9,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mars_lm.checkpoint import Checkpoint, end_token_ids
 from mars_lm.decoding import GenerationResult
-from mars_lm.decoding.forward import ForwardBatch, ModelForward, Segment
+from mars_lm.decoding.executors import make_forward
+from mars_lm.decoding.forward import Feed
 from mars_lm.detokenizer import decode
 from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
 
 OnResult = Callable[[int, GenerationResult], None]
-
-_WIDE = 64  # a run longer than this (a prompt) is attended by itself: padding others to its width costs more
 
 
 @dataclasses.dataclass
@@ -56,26 +56,21 @@ class RowsForward:
     """
 
     def __init__(self, checkpoint: Checkpoint, rows: int, slots: int) -> None:
-        self.model = ModelForward(checkpoint.model, rows, slots)
+        self.model = make_forward(checkpoint.model, rows, slots)
 
     def __call__(self, runs: Sequence[Run]) -> list[Tensor]:
         """The last hidden states [T, hidden] of each run; keys and values go to its positions."""
         runs = sorted(runs, key=lambda run: run.row)
-        device, slots = self.model.device, self.model.cache.slots
-        ids = [token for run in runs for token in run.ids]
-        positions = [run.start + i for run in runs for i in range(len(run.ids))]
-        index = [run.row * slots + run.start + i for run in runs for i in range(len(run.ids))]
-        segments, begin = [], 0
-        for together in _consecutive(runs):
-            count = sum(len(run.ids) for run in together)
-            segments.append(self._segment(together, begin, count))
-            begin += count
+        positions = np.array([run.start + i for run in runs for i in range(len(run.ids))])
         hidden = self.model.hidden(
-            ForwardBatch(
-                input_ids=torch.tensor([ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
-                cache_index=torch.tensor(index, device=device),
-                segments=segments,
+            Feed(
+                rows=np.array([run.row for run in runs]),
+                width=np.array([len(run.ids) for run in runs]),
+                input_ids=np.array([token for run in runs for token in run.ids]),
+                position_ids=positions,
+                slots=positions,
+                sees_before=np.array([limit for run in runs for limit in run.limits()]),
+                sees_from=positions,
             )
         )
         return list(hidden.split([len(run.ids) for run in runs]))
@@ -86,44 +81,6 @@ class RowsForward:
         if mask_token_id is not None:
             logits[:, mask_token_id] = -torch.inf
         return logits
-
-    def _segment(self, runs: list[Run], begin: int, count: int) -> Segment:
-        device, widest = self.model.device, max(len(run.ids) for run in runs)
-        limits = torch.zeros(len(runs), widest, dtype=torch.long)
-        gather, scatter, at = [], [], 0
-        for row, run in enumerate(runs):
-            own = run.limits()
-            # A query that only pads repeats its row's last token; nobody reads its result.
-            limits[row] = torch.tensor(own + own[-1:] * (widest - len(own)))
-            gather += [at + min(i, len(own) - 1) for i in range(widest)]
-            scatter += [row * widest + i for i in range(len(own))]
-            at += len(own)
-        seen = int(limits.max())
-        mask = torch.zeros(len(runs), widest, seen, dtype=self.model.dtype, device=device)
-        mask.masked_fill_(torch.arange(seen, device=device) >= limits[:, :, None].to(device), -torch.inf)
-        mask = mask[:, :, None].expand(-1, -1, self.model.groups, -1)
-        padded = count < len(runs) * widest
-        return Segment(
-            rows=slice(runs[0].row, runs[-1].row + 1),
-            slots=seen,
-            queries=widest,
-            tokens=slice(begin, begin + count),
-            mask=mask.reshape(len(runs), 1, widest * self.model.groups, seen),
-            gather=torch.tensor(gather, device=device) if padded else None,
-            scatter=torch.tensor(scatter, device=device) if padded else None,
-        )
-
-
-def _consecutive(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    together: list[Run] = []
-    for run in runs:
-        wide = len(run.ids) > _WIDE
-        if together and (wide or len(together[-1].ids) > _WIDE or run.row != together[-1].row + 1):
-            yield together
-            together = []
-        together.append(run)
-    if together:
-        yield together
 
 
 @dataclasses.dataclass

@@ -9,19 +9,22 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from mars_lm.checkpoint import Checkpoint, end_token_ids
 from mars_lm.decoding.acceptance import RULE_CODE
 from mars_lm.decoding.candidates import Processor
-from mars_lm.decoding.forward import ModelForward
+from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.text import TextStream
-from mars_lm.decoding.window import Commit, Decoder, Rows, TokenLogprob, lay_out, to_batch
+from mars_lm.decoding.window import Commit, Decoder, Rows, TokenLogprob, lay_out
 from mars_lm.errors import MarsError
+from mars_lm.prompts import end_token_ids
 from mars_lm.settings import DecodingSettings
+
+if TYPE_CHECKING:
+    from mars_lm.checkpoint import Checkpoint
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -105,6 +108,7 @@ class Engine:
         max_length: longest prompt and response together; None: the model's context, or as much of it as half
             of the free memory holds.
         prefill_chunk: most prompt tokens in one forward, so that a long prompt does not stall other rows.
+        kernels: what runs the model: "auto", "native" or "torch" (`mars_lm.decoding.executors`).
     Attributes:
         max_length: as it turned out.
     """
@@ -116,6 +120,7 @@ class Engine:
         max_rows: int = 16,
         max_length: int | None = None,
         prefill_chunk: int = 512,
+        kernels: str = "auto",
     ) -> None:
         model, mars = checkpoint.model, checkpoint.mars
         self.block_size = mars.block_size if mars else 1
@@ -132,7 +137,7 @@ class Engine:
         ends = np.array(sorted(end_token_ids(checkpoint)), dtype=np.int64)
         self._ends = ends[ends < self.vocabulary]
         self._tokenizer = checkpoint.tokenizer
-        self._model = ModelForward(model, max_rows, self.max_length + scratch)
+        self._model = make_forward(model, max_rows, self.max_length + scratch, kernels)
         self._decoder = Decoder(self._model, self._mask_token_id)
         self._state = Rows(max_rows, self.max_length, self.vocabulary)
         self._row_of: list[_Request | None] = [None] * max_rows
@@ -228,7 +233,7 @@ class Engine:
         window = lay_out(self._state, self._mask_token_id or 0, self._prefill_chunk)
         if not len(window.rows):
             return []
-        hidden = self._model.hidden(to_batch(window, self._model))
+        hidden = self._model.hidden(window)
         return self._hand_out(self._decoder.commit(self._state, window, hidden))
 
     def stream(self) -> Iterator[StepOutput]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,7 +23,60 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mars_lm.decoding.kv_cache import WindowCache
 
-ATTENTION = "mars_window"
+Ints = np.ndarray
+
+# Rows that bring more tokens than this (a prompt's) get an attention call of their own: padding the others to
+# their width would cost more than the call.
+WIDE = 64
+
+
+@dataclasses.dataclass
+class Feed:
+    """What one forward reads of R rows: N tokens, one row's behind the other's, without padding."""
+
+    rows: Ints  # [R] their numbers in the cache, ascending
+    width: Ints  # [R] tokens of the row
+    input_ids: Ints  # [N]
+    position_ids: Ints  # [N]
+    slots: Ints  # [N] where the token's key and value go; a row's are consecutive
+    sees_before: Ints  # [N] a token sees its row's slots before this one ...
+    sees_from: Ints  # [N] ... and those from here to its own
+
+    @property
+    def first(self) -> Ints:
+        """[R] flat index of the row's first token."""
+        return np.cumsum(self.width) - self.width
+
+    @classmethod
+    def of_one_row(cls, input_ids: Ints) -> Feed:
+        """A text from its beginning, plain and causal, in row 0."""
+        place = np.arange(len(input_ids))
+        return Feed(np.zeros(1, np.int64), np.array([len(place)]), input_ids, place, place, place + 1, place)
+
+
+class Cache(Protocol):
+    """Slot = position (SPEC 5); what an engine asks of it."""
+
+    slots: int
+
+    def wipe(self, row: int, slots: int) -> None:
+        """Make a row's first slots harmless for whoever takes the row next."""
+
+
+class Forward(Protocol):
+    """A model with its cache: tokens, positions and slots in; hidden states and logits out."""
+
+    device: torch.device
+
+    @property
+    def cache(self) -> Cache:
+        """Where its tokens' keys and values are."""
+
+    def hidden(self, feed: Feed) -> Tensor:
+        """Run the layers, write the tokens' keys and values: the last hidden states [N, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
 
 
 @dataclasses.dataclass
@@ -100,6 +155,8 @@ def window_attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
+# A name of this module's own: a copy of it, written beside a checkpoint, may be loaded in the same process.
+ATTENTION = f"mars_window_{id(window_attention):x}"
 AttentionInterface.register(ATTENTION, window_attention)
 
 
@@ -126,8 +183,9 @@ class ModelForward:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._plain_head = self._has_plain_head()
 
-    def hidden(self, batch: ForwardBatch) -> Tensor:
+    def hidden(self, feed: Feed) -> Tensor:
         """Run the layers, write the tokens' keys and values: the last hidden states [N, hidden]."""
+        batch = to_batch(feed, self)
         self.cache.write_to(batch.cache_index)
         with self._window_attention():
             out = self._base(
@@ -171,6 +229,81 @@ class ModelForward:
             yield
         finally:
             config._attn_implementation = before
+
+
+def to_batch(feed: Feed, model: ModelForward) -> ForwardBatch:
+    """The feed as tensors on the model's device."""
+    device = model.device
+    segments = [_segment(feed, lo, hi, model) for lo, hi in _runs(feed)]
+    slots_a_row = model.cache.slots
+    index: Tensor | slice
+    if len(feed.rows) == 1:  # one row's run of slots has no holes
+        begin = int(feed.rows[0]) * slots_a_row + int(feed.slots[0])
+        index = slice(begin, begin + len(feed.slots))
+    else:
+        index = torch.from_numpy(np.repeat(feed.rows * slots_a_row, feed.width) + feed.slots).to(device)
+    return ForwardBatch(
+        input_ids=torch.from_numpy(feed.input_ids)[None].to(device),
+        position_ids=torch.from_numpy(feed.position_ids)[None].to(device),
+        cache_index=index,
+        segments=segments,
+    )
+
+
+def _runs(feed: Feed) -> list[tuple[int, int]]:
+    """Split the feed's rows into runs (from, to) for one attention call each."""
+    if len(feed.rows) == 1:
+        return [(0, 1)]
+    wide = feed.width > WIDE
+    cut = (np.diff(feed.rows) > 1) | wide[1:] | wide[:-1]
+    edges = [0, *(np.flatnonzero(cut) + 1).tolist(), len(feed.rows)]
+    return list(itertools.pairwise(edges))
+
+
+def _segment(feed: Feed, lo: int, hi: int, model: ModelForward) -> Segment:
+    width, first = feed.width[lo:hi], feed.first[lo:hi]
+    rows, widest = hi - lo, int(width.max())
+    base = int(first[0])
+    tokens = slice(base, base + int(width.sum()))
+    last_slots = feed.slots[first + width - 1]
+    slots = int(max(last_slots.max() + 1, feed.sees_before[tokens].max()))
+    segment = Segment(
+        rows=slice(int(feed.rows[lo]), int(feed.rows[hi - 1]) + 1),
+        slots=slots,
+        queries=widest,
+        tokens=tokens,
+        mask=None,
+    )
+    if rows == 1:
+        grid = np.arange(tokens.start, tokens.stop)[None]
+    else:
+        # A query that only pads repeats its row's last token; nobody reads its result.
+        grid = first[:, None] + np.minimum(np.arange(widest), width[:, None] - 1)
+        if tokens.stop - tokens.start == rows * widest:
+            pass  # nothing to pad: the flat list is the grid
+        else:
+            segment.gather = torch.from_numpy((grid - base).ravel()).to(model.device)
+            row = np.repeat(np.arange(rows), width)
+            column = np.arange(tokens.start, tokens.stop) - np.repeat(first, width)
+            segment.scatter = torch.from_numpy(row * widest + column).to(model.device)
+    if widest > 1 or (last_slots != slots - 1).any():
+        segment.mask = _additive_mask(feed, grid, slots, model)
+    return segment
+
+
+def _additive_mask(feed: Feed, grid: Ints, slots: int, model: ModelForward) -> Tensor:
+    """[R, 1, T*G, S]: 0 where a query sees a slot, -inf where not; a query's G heads beside each other."""
+    device = model.device
+    before, begin, own = (
+        torch.from_numpy(values[grid]).to(device)[..., None]
+        for values in (feed.sees_before, feed.sees_from, feed.slots)
+    )  # [R, T, 1]
+    slot = torch.arange(slots, device=device)
+    seen = (slot < before) | ((slot >= begin) & (slot <= own))
+    mask = torch.zeros(seen.shape, dtype=model.dtype, device=device).masked_fill_(~seen, -torch.inf)
+    rows, queries = grid.shape
+    mask = mask[:, :, None].expand(rows, queries, model.groups, slots)
+    return mask.reshape(rows, 1, queries * model.groups, slots)
 
 
 @contextmanager

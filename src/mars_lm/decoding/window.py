@@ -8,7 +8,6 @@ and draft tokens; masks take the slots behind (void after the forward) and keep 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import torch
@@ -16,14 +15,11 @@ from torch import Tensor
 
 from mars_lm.decoding.acceptance import accepted_run, passes
 from mars_lm.decoding.candidates import NONE_LEFT, Wishes
-from mars_lm.decoding.forward import ForwardBatch, ModelForward, Segment
+from mars_lm.decoding.forward import Feed, Forward
 from mars_lm.decoding.verification import agreeing_prefix
 
 Ints = np.ndarray
 
-# Rows that bring more tokens than this (a prompt's) get an attention call of their own: padding the others to
-# their width would cost more than the call.
-WIDE = 64
 # Up to so many logits are computed by one product, even those of masks that turn out to be read by nobody.
 # SmolLM2-135M's output matrix, bfloat16, one thread, ms by logits: 1: 8, 3: 14, 4: 15, 7: 21, 8: 23, 16: 38.
 # So 7 at once cost less than 4 and then 3 (29), and 16 of which 7 are read would cost more.
@@ -52,7 +48,7 @@ class Rows:
 
 
 @dataclasses.dataclass
-class Window:
+class Window(Feed):
     """What one forward feeds of R rows, and where in the flat list of N tokens it lies.
 
     A row's run: its clean tokens (committed ones that the cache lacks, then the draft), then its mask groups.
@@ -61,17 +57,9 @@ class Window:
     the whole draft, which is SPEC 4.
     """
 
-    rows: Ints  # [R] their numbers in the cache, ascending
     ends: np.ndarray  # bool [R]: the run reaches the committed tokens' end, so the forward yields tokens
-    first: Ints  # [R] flat index of the row's first token
-    width: Ints  # [R] tokens of the row
     clean: Ints  # [R] clean tokens among them
     groups: Ints  # [R, K] masks of the group behind each draft prefix
-    input_ids: Ints  # [N]
-    position_ids: Ints  # [N]
-    slots: Ints  # [N]
-    sees_before: Ints  # [N] a token sees the slots before this one ...
-    sees_from: Ints  # [N] ... and those from here to its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +130,6 @@ def lay_out(state: Rows, mask_token_id: int, prefill_chunk: int) -> Window:
     return Window(
         rows=rows,
         ends=ends,
-        first=first,
         width=width,
         clean=clean,
         groups=groups,
@@ -154,81 +141,6 @@ def lay_out(state: Rows, mask_token_id: int, prefill_chunk: int) -> Window:
     )
 
 
-def to_batch(window: Window, model: ModelForward) -> ForwardBatch:
-    """The window as tensors on the model's device."""
-    device = model.device
-    segments = [_segment(window, lo, hi, model) for lo, hi in _runs(window)]
-    slots_a_row = model.cache.slots
-    index: Tensor | slice
-    if len(window.rows) == 1:  # one row's run of slots has no holes
-        begin = int(window.rows[0]) * slots_a_row + int(window.slots[0])
-        index = slice(begin, begin + len(window.slots))
-    else:
-        index = torch.from_numpy(np.repeat(window.rows * slots_a_row, window.width) + window.slots).to(device)
-    return ForwardBatch(
-        input_ids=torch.from_numpy(window.input_ids)[None].to(device),
-        position_ids=torch.from_numpy(window.position_ids)[None].to(device),
-        cache_index=index,
-        segments=segments,
-    )
-
-
-def _runs(window: Window) -> list[tuple[int, int]]:
-    """Split the window's rows into runs (from, to) for one attention call each."""
-    if len(window.rows) == 1:
-        return [(0, 1)]
-    wide = window.width > WIDE
-    cut = (np.diff(window.rows) > 1) | wide[1:] | wide[:-1]
-    edges = [0, *(np.flatnonzero(cut) + 1).tolist(), len(window.rows)]
-    return list(itertools.pairwise(edges))
-
-
-def _segment(window: Window, lo: int, hi: int, model: ModelForward) -> Segment:
-    width, first = window.width[lo:hi], window.first[lo:hi]
-    rows, widest = hi - lo, int(width.max())
-    base = int(first[0])
-    tokens = slice(base, base + int(width.sum()))
-    last_slots = window.slots[first + width - 1]
-    slots = int(last_slots.max()) + 1
-    segment = Segment(
-        rows=slice(int(window.rows[lo]), int(window.rows[hi - 1]) + 1),
-        slots=slots,
-        queries=widest,
-        tokens=tokens,
-        mask=None,
-    )
-    if rows == 1:
-        grid = np.arange(tokens.start, tokens.stop)[None]
-    else:
-        # A query that only pads repeats its row's last token; nobody reads its result.
-        grid = first[:, None] + np.minimum(np.arange(widest), width[:, None] - 1)
-        if tokens.stop - tokens.start == rows * widest:
-            pass  # nothing to pad: the flat list is the grid
-        else:
-            segment.gather = torch.from_numpy((grid - base).ravel()).to(model.device)
-            row = np.repeat(np.arange(rows), width)
-            column = np.arange(tokens.start, tokens.stop) - np.repeat(first, width)
-            segment.scatter = torch.from_numpy(row * widest + column).to(model.device)
-    if widest > 1 or (last_slots != slots - 1).any():
-        segment.mask = _additive_mask(window, grid, slots, model)
-    return segment
-
-
-def _additive_mask(window: Window, grid: Ints, slots: int, model: ModelForward) -> Tensor:
-    """[R, 1, T*G, S]: 0 where a query sees a slot, -inf where not; a query's G heads beside each other."""
-    device = model.device
-    before, begin, own = (
-        torch.from_numpy(values[grid]).to(device)[..., None]
-        for values in (window.sees_before, window.sees_from, window.slots)
-    )  # [R, T, 1]
-    slot = torch.arange(slots, device=device)
-    seen = (slot < before) | ((slot >= begin) & (slot <= own))
-    mask = torch.zeros(seen.shape, dtype=model.dtype, device=device).masked_fill_(~seen, -torch.inf)
-    rows, queries = grid.shape
-    mask = mask[:, :, None].expand(rows, queries, model.groups, slots)
-    return mask.reshape(rows, 1, queries * model.groups, slots)
-
-
 class Decoder:
     """From a window's hidden states to committed tokens and the next draft.
 
@@ -236,7 +148,7 @@ class Decoder:
         model: gives the logits; mask_token_id: never a candidate (None for a model without one).
     """
 
-    def __init__(self, model: ModelForward, mask_token_id: int | None) -> None:
+    def __init__(self, model: Forward, mask_token_id: int | None) -> None:
         self.model, self.mask_token_id = model, mask_token_id
 
     def commit(self, state: Rows, window: Window, hidden: Tensor) -> Commit:

@@ -1,0 +1,36 @@
+"""Which forward runs a model: the CPU kernels where they can, transformers' own modules where they can't."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from mars_lm.decoding.forward import Forward, ModelForward
+from mars_lm.errors import MarsError
+
+KERNELS = ("auto", "native", "torch")
+
+logger = logging.getLogger(__name__)
+
+
+def make_forward(model: Any, rows: int, slots: int, kernels: str = "auto") -> Forward:
+    """The model with a cache of `rows` x `slots`.
+
+    Args:
+        kernels: "torch": transformers' modules, any model and device. "native": the C kernels, which stream
+            the weights of a Llama-like model through a CPU. "auto": native if it can be, else torch.
+    Raises:
+        MarsError: "native" was asked for and can't be; or no such choice.
+    """
+    if kernels not in KERNELS:
+        raise MarsError(f"kernels is {kernels!r}, expected one of {', '.join(KERNELS)}.")
+    if kernels != "torch" and (kernels == "native" or next(model.parameters()).device.type == "cpu"):
+        from mars_lm.decoding.native.forward import NativeForward
+
+        try:
+            return NativeForward(model, rows, slots)
+        except MarsError as error:
+            if kernels == "native":
+                raise MarsError(f"The native kernels can't run this model: {error}") from error
+            logger.info("Decoding with transformers' own modules, not the native kernels: %s", error)
+    return ModelForward(model, rows, slots)

@@ -1,0 +1,79 @@
+"""Compile `kernels.c` for this machine, once, with the machine's own C compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from mars_lm.base_weights import cache_folder
+from mars_lm.errors import MarsError
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled kernels, from the cache if this source was compiled on such a machine before.
+
+    Raises:
+        MarsError: there is no C compiler, it failed, or the result can't be stored or loaded.
+    """
+    compiler = _compiler()
+    path = cache_folder() / "kernels" / f"{_key(compiler)}.so"
+    try:
+        if not path.is_file():
+            _compile(compiler, path)
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise MarsError(f"The compiled CPU kernels can't be stored or loaded ({error}).") from error
+    loaded.mars_vector.restype = loaded.mars_model_bytes.restype = ctypes.c_int64
+    return loaded
+
+
+def _compiler() -> str:
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    for name in names:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise MarsError(f"There is no C compiler ({', '.join(names)}) to build the CPU kernels with.")
+
+
+def _key(compiler: str) -> str:
+    """Names the source, the compiler and the processor: a cache may be shared by unlike machines."""
+    processor = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = cpuinfo.read_text().splitlines()
+        processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = (SOURCE.read_text(), *FLAGS, *_threads(), version, processor)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _threads() -> tuple[str, ...]:
+    """Link with PyTorch's own OpenMP: two of them would fight over the processor's cores."""
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return (str(bundled[0]),) if bundled else ()
+
+
+def _compile(compiler: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), *_threads(), "-lm"]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            last = (run.stderr.strip().splitlines() or ["no message"])[-1]
+            raise MarsError(f"The C compiler {compiler} could not build the CPU kernels: {last}")
+        os.replace(made, path)  # whoever builds at the same time builds the same

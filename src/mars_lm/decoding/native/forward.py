@@ -1,0 +1,303 @@
+"""A Llama-like model on the CPU kernels, behind the interface of `mars_lm.decoding.forward`."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mars_lm.decoding.forward import Feed
+from mars_lm.decoding.kv_cache import lazy_zeros
+from mars_lm.decoding.native.build import library
+from mars_lm.errors import MarsError
+
+# Attention with rotary positions over whole heads, RMS norms, a SiLU-gated MLP, no biases but q, k and v's.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# What the kernels' hidden states may differ from transformers' on the same tokens, relative to their size:
+# rounding alone. transformers rounds to bfloat16 after every operation, the kernels do not.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+_Pointer = ctypes.c_void_p
+_Int = ctypes.c_int64
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = (("w", _Pointer), ("bias", _Pointer), ("k", _Int), ("n", _Int))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("norm_attention", "norm_mlp", "norm_q", "norm_k")),
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        ("keys", _Pointer),
+        ("values", _Pointer),
+    )
+
+
+_SIZES = ("layers", "hidden", "intermediate", "q_heads", "kv_heads", "head_dim", "slots")
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, _Int) for name in _SIZES),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("bf16", _Int),
+        *((name, _Pointer) for name in ("norm_final", "cos", "sin", "layer")),
+    )
+
+
+class _Feed(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("row", "slot", "position", "before", "from_")),
+        ("tokens", _Int),
+    )
+
+
+class NativeCache:
+    """Keys and values of `rows` requests, `slots` each, float32, slot = position (SPEC 5).
+
+    A layer's keys are [rows, kv_heads, slots / V, head_dim, V] (V slots beside each other make one vector),
+    its values [rows, kv_heads, slots, head_dim].
+    """
+
+    def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, vector: int) -> None:
+        self.slots = -(-slots // (4 * vector)) * 4 * vector
+        shape = (rows, kv_heads, self.slots // vector, head_dim, vector)
+        cpu = torch.device("cpu")
+        self.keys = [lazy_zeros(shape, torch.float32, cpu) for _ in range(layers)]
+        shape = (rows, kv_heads, self.slots, head_dim)
+        self.values = [lazy_zeros(shape, torch.float32, cpu) for _ in range(layers)]
+
+    def wipe(self, row: int, slots: int) -> None:
+        """Nothing to do: the kernels never read a slot that a token does not see."""
+
+
+class _Packed:
+    """The model's weights as the kernels read them."""
+
+    def __init__(self, model: Any, vector: int) -> None:
+        config = model.config
+        self.vector = vector
+        self.bf16 = model.dtype == torch.bfloat16
+        self.dtype = model.dtype
+        self.kept: list[Tensor] = []  # what the structs point to
+        self.intermediate = -(-config.intermediate_size // vector) * vector
+        self.layers = [self._layer(layer) for layer in model.base_model.layers]
+        self.norm = self._vector(model.base_model.norm.weight)
+        head = model.get_output_embeddings()
+        self.head = self._linear(head.weight, head.bias)
+        self.cos, self.sin = self._rotations(model)
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        if attention.o_proj.bias is not None or mlp.gate_proj.bias is not None:
+            raise MarsError("its output or MLP projections have biases")
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        biases = [projection.bias for projection in projections]
+        bias = None if biases[0] is None else torch.cat(biases)
+        pad = self.intermediate - mlp.gate_proj.weight.shape[0]
+        gate, up = (
+            torch.nn.functional.pad(projection.weight.detach(), (0, 0, 0, pad)).unflatten(
+                0, (-1, self.vector)
+            )
+            for projection in (mlp.gate_proj, mlp.up_proj)
+        )
+        made = _Layer(
+            norm_attention=self._vector(layer.input_layernorm.weight),
+            norm_mlp=self._vector(layer.post_attention_layernorm.weight),
+            qkv=self._linear(torch.cat([projection.weight for projection in projections]), bias),
+            out=self._linear(attention.o_proj.weight, None),
+            gate_up=self._linear(torch.stack([gate, up], dim=1).flatten(0, 2), None),
+            down=self._linear(torch.nn.functional.pad(mlp.down_proj.weight.detach(), (0, pad)), None),
+        )
+        if getattr(attention, "q_norm", None) is not None:
+            made.norm_q = self._vector(attention.q_norm.weight)
+            made.norm_k = self._vector(attention.k_norm.weight)
+        return made
+
+    def _keep(self, tensor: Tensor) -> int:
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _vector(self, weight: Tensor) -> int:
+        return self._keep(weight.detach().float().contiguous())
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
+        """[n, k] -> panels [n / 2V, k, 2V], the last one filled with zeros."""
+        n, k = weight.shape
+        panel = 2 * self.vector
+        padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -n % panel)).to(self.dtype)
+        packed = padded.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+        return _Linear(w=self._keep(packed), bias=None if bias is None else self._vector(bias), k=k, n=n)
+
+    def _rotations(self, model: Any) -> tuple[int, int]:
+        """The model's own cosines and sines of every position of its context, [positions, head_dim / 2]."""
+        positions = torch.arange(model.config.max_position_embeddings)[None]
+        cos, sin = model.base_model.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
+        half = cos.shape[-1] // 2
+        return self._vector(cos[0, :, :half]), self._vector(sin[0, :, :half])
+
+
+def _threads(matrix: int) -> int:
+    """Threads for a model whose MLP matrices have so many entries: each needs work that outlasts a barrier."""
+    return max(1, min(torch.get_num_threads(), matrix // 2**16))
+
+
+# An engine for each call of `generate` must not pack the same weights again.
+_packed: weakref.WeakKeyDictionary[Any, tuple[Any, _Packed]] = weakref.WeakKeyDictionary()
+
+
+def _pack(model: Any, vector: int) -> _Packed:
+    parameters = list(model.parameters())
+    if any(parameter.is_inference() for parameter in parameters):
+        return _Packed(model, vector)
+    state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+    found = _packed.get(model)
+    if found is None or found[0] != state:
+        found = _packed[model] = (state, _Packed(model, vector))
+    return found[1]
+
+
+class NativeForward:
+    """A model with its cache, on the CPU kernels.
+
+    Args:
+        model: a causal LM of one of `FAMILIES`, float32 or bfloat16, on the CPU. It keeps its own weights;
+            the kernels read a packed copy of them.
+        rows, slots: size of the cache.
+    Raises:
+        MarsError: the kernels can't be built here, or don't compute what this model does; the sentence is
+            the reason.
+    """
+
+    def __init__(self, model: Any, rows: int, slots: int) -> None:
+        self._check_kind(model)
+        self._library = library()
+        if self._library.mars_model_bytes() != ctypes.sizeof(_Model) + ctypes.sizeof(_Layer):
+            raise MarsError("the compiled CPU kernels and their Python side disagree")
+        vector = self._library.mars_vector()
+        config, attention = model.config, model.base_model.layers[0].self_attn
+        head_dim = attention.head_dim
+        if head_dim % vector:
+            raise MarsError(f"its heads' size ({head_dim}) is no multiple of {vector}")
+        self.model, self.device, self.dtype = model, torch.device("cpu"), torch.float32
+        self._embed = model.get_input_embeddings()
+        self._weights = weights = _pack(model, vector)
+        kv_heads = config.num_key_value_heads
+        self.cache = NativeCache(len(weights.layers), rows, slots, kv_heads, head_dim, vector)
+        self._layers = (_Layer * len(weights.layers))(*weights.layers)
+        for layer, keys, values in zip(self._layers, self.cache.keys, self.cache.values, strict=True):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        self._model = _Model(
+            layers=len(weights.layers),
+            hidden=config.hidden_size,
+            intermediate=weights.intermediate,
+            q_heads=config.num_attention_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            slots=self.cache.slots,
+            eps=config.rms_norm_eps,
+            scale=attention.scaling,
+            bf16=weights.bf16,
+            norm_final=weights.norm,
+            cos=weights.cos,
+            sin=weights.sin,
+            layer=ctypes.addressof(self._layers),
+        )
+        widest = max(weights.intermediate, config.hidden_size, config.num_attention_heads * head_dim)
+        self._own_size = max(2 * vector * widest, self.cache.slots)
+        self._threads = _threads(weights.intermediate * config.hidden_size)
+        self._scratch: list[Tensor] = []
+        self._own = torch.empty(0)
+        self._check_result()
+
+    def hidden(self, feed: Feed) -> Tensor:
+        """Run the layers, write the tokens' keys and values: the last hidden states, float32 [N, hidden]."""
+        tokens, threads = len(feed.input_ids), self._threads
+        x = self._embed(torch.from_numpy(feed.input_ids)).float()
+        arrays = [
+            np.ascontiguousarray(values, dtype=np.int64)
+            for values in (
+                np.repeat(feed.rows, feed.width),
+                feed.slots,
+                feed.position_ids,
+                feed.sees_before,
+                feed.sees_from,
+            )
+        ]
+        self._library.mars_forward(
+            ctypes.byref(self._model),
+            ctypes.byref(_Feed(*(values.ctypes.data for values in arrays), tokens)),
+            _Pointer(x.data_ptr()),
+            *(_Pointer(buffer.data_ptr()) for buffer in self._buffers(tokens, threads)),
+            _Int(self._own_size),
+            _Int(threads),
+        )
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
+        hidden, head, threads = hidden.contiguous(), self._weights.head, self._threads
+        logits = torch.empty(len(hidden), head.n)
+        self._library.mars_linear(
+            ctypes.byref(head),
+            _Int(self._weights.bf16),
+            _Pointer(hidden.data_ptr()),
+            _Int(len(hidden)),
+            _Pointer(logits.data_ptr()),
+            _Pointer(self._buffers(len(hidden), threads)[-1].data_ptr()),
+            _Int(threads),
+        )
+        return logits
+
+    def _buffers(self, tokens: int, threads: int) -> list[Tensor]:
+        """The kernels' scratch, kept from forward to forward and grown where one needs more."""
+        model = self._model
+        if not self._scratch or len(self._scratch[0]) < tokens:
+            heads = model.q_heads + 2 * model.kv_heads
+            self._scratch = [
+                torch.empty(tokens, width)
+                for width in (
+                    model.hidden,
+                    heads * model.head_dim,
+                    model.q_heads * model.head_dim,
+                    model.intermediate,
+                )
+            ]
+        if len(self._own) < threads * self._own_size:
+            self._own = torch.empty(threads * self._own_size)
+        return [*self._scratch, self._own]
+
+    @staticmethod
+    def _check_kind(model: Any) -> None:
+        config = model.config
+        if next(model.parameters()).device.type != "cpu":
+            raise MarsError("it is not on the CPU")
+        if model.dtype not in TOLERANCE:
+            raise MarsError(f"its weights are {str(model.dtype).removeprefix('torch.')}")
+        if config.model_type not in FAMILIES or config.hidden_act != "silu":
+            raise MarsError(f"the kernels know {', '.join(FAMILIES)} models, and this is {config.model_type}")
+        plain = torch.nn.Linear
+        linears = [
+            m for m in model.base_model.layers.modules() if not list(m.children()) and hasattr(m, "weight")
+        ]
+        if any(type(m) is not plain and m.weight.dim() > 1 for m in linears) or any(
+            parameter.device.type == "meta" for parameter in model.parameters()
+        ):
+            raise MarsError("its weights are quantised, or an adapter is still beside them")
+
+    @torch.inference_mode()
+    def _check_result(self) -> None:
+        """Compare with transformers' own forward on a few tokens: a variant of the family would differ."""
+        count = min(8, self.cache.slots // 2, self.model.config.max_position_embeddings)
+        ids = np.arange(count) * 7 % self._embed.weight.shape[0]
+        ours = self.logits(self.hidden(Feed.of_one_row(ids)))
+        theirs = self.model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float()
+        error = float((ours - theirs).norm() / theirs.norm())
+        if not error < TOLERANCE[self.model.dtype]:
+            raise MarsError(f"the kernels' logits differ from transformers' by {error:.1%}")

@@ -1,0 +1,198 @@
+"""The CPU kernels against transformers' own modules, and against themselves in other company."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_checkpoint
+
+from mars_lm.decoding import Engine, generate
+from mars_lm.decoding.executors import make_forward
+from mars_lm.decoding.forward import Feed, ModelForward
+from mars_lm.decoding.native import build
+from mars_lm.decoding.native.forward import NativeForward
+from mars_lm.errors import MarsError
+from mars_lm.settings import DecodingSettings
+
+try:
+    build.library()
+except MarsError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+KINDS = {
+    "llama": {},
+    "llama, a head for each query": {"num_key_value_heads": 4},
+    "llama, sizes that fill no vector": {"hidden_size": 40, "intermediate_size": 50},
+    "llama, scaled positions": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
+    },
+    "mistral": {},
+    "qwen2": {},  # biases in front of the attention
+    "qwen3": {},  # norms of each head
+}
+
+
+def native_checkpoint(kind: str = "llama", dtype: torch.dtype = torch.float32, **overrides):
+    made = tiny_checkpoint(kind.split(",")[0], **{"head_dim": 16, **KINDS[kind], **overrides})
+    made.model.to(dtype)
+    return made
+
+
+def feed(*runs: tuple[int, list[int], int], sees: dict[int, tuple[int, int]] | None = None) -> Feed:
+    """Runs of (row, tokens, first position); `sees` replaces (before, from) of a flat index."""
+    position = np.concatenate([np.arange(start, start + len(ids)) for _, ids, start in runs])
+    before, begin = position + 1, position.copy()
+    for index, (to, since) in (sees or {}).items():
+        before[index], begin[index] = to, since
+    return Feed(
+        rows=np.array([row for row, _, _ in runs]),
+        width=np.array([len(ids) for _, ids, _ in runs]),
+        input_ids=np.concatenate([np.array(ids) for _, ids, _ in runs]),
+        position_ids=position,
+        slots=position,
+        sees_before=before,
+        sees_from=begin,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_transformers_own(kind):
+    checkpoint = native_checkpoint(kind)
+    ids = torch.randint(0, 300, (1, 90), generator=torch.Generator().manual_seed(1))
+    forward = NativeForward(checkpoint.model, 2, 100)
+    with torch.inference_mode():
+        expected = checkpoint.model(ids).logits[0]
+        logits = forward.logits(forward.hidden(Feed.of_one_row(ids[0].numpy())))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_rows_holes_and_groups_are_seen_as_the_torch_forward_sees_them(kind):
+    """Two rows, masks that skip slots, a block that sees ahead: the same hidden states from both forwards."""
+    checkpoint = native_checkpoint(kind)
+    native, plain = NativeForward(checkpoint.model, 3, 64), ModelForward(checkpoint.model, 3, 64)
+    ids = [int(i) for i in torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(2))]
+    steps = [
+        feed((0, ids[:20], 0), (2, ids[5:8], 0)),
+        feed((0, ids[20:26], 20), (2, ids[8:12], 3), sees={3: (21, 23), 4: (21, 23), 5: (22, 25)}),
+        feed((2, ids[12:16], 7), sees={0: (11, 7), 1: (11, 8), 2: (11, 9), 3: (11, 10)}),
+    ]
+    with torch.inference_mode():
+        for step in steps:
+            torch.testing.assert_close(native.hidden(step), plain.hidden(step), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_is_bit_equal_in_any_company(dtype):
+    """However the prompt is cut and whatever the other rows hold: the same bits, in either weight type."""
+    checkpoint = native_checkpoint(dtype=dtype)
+    draw = random.Random(0)
+    ids = [draw.randrange(300) for _ in range(50)]
+    alone = NativeForward(checkpoint.model, 1, 64)
+    with torch.inference_mode():
+        expected = alone.logits(torch.cat([alone.hidden(feed((0, [t], i))) for i, t in enumerate(ids)]))
+        for _ in range(8):
+            forward, at, seen = NativeForward(checkpoint.model, 3, 64), 0, []
+            other = 0
+            while at < len(ids):
+                size = min(draw.choice([1, 2, 3, 5, 8, 13, 21, 34]), len(ids) - at)
+                noise = [draw.randrange(300) for _ in range(draw.choice([1, 2, 7]))]
+                hidden = forward.hidden(feed((0, noise, other % 40), (1, ids[at : at + size], at)))
+                seen.append(hidden[len(noise) :])
+                at, other = at + size, other + len(noise)
+            assert torch.equal(forward.logits(torch.cat(seen)), expected)
+
+
+@pytest.mark.parametrize("recovery", [True, False])
+def test_exact_mode_in_bfloat16_says_what_one_token_mode_says(recovery):
+    """Random models tie often; without bit-equal logits some of these texts would part."""
+    for seed in range(6):
+        checkpoint = native_checkpoint(dtype=torch.bfloat16, seed=seed)
+        draw = random.Random(seed)
+        prompts = [[draw.randrange(300) for _ in range(draw.randrange(1, 40))] for _ in range(5)]
+        exact = DecodingSettings(max_new_tokens=40, ignore_eos=True, recovery=recovery)
+        alone = [
+            generate(checkpoint, [prompt], DecodingSettings(tau=1.0, max_new_tokens=40, ignore_eos=True))[0]
+            for prompt in prompts
+        ]
+        together = generate(checkpoint, prompts, exact, max_rows=3)
+        assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+
+
+def test_a_broken_row_leaves_the_others_alone_and_a_reused_row_clean():
+    checkpoint = native_checkpoint()
+    with torch.no_grad():
+        checkpoint.model.get_input_embeddings().weight[8] = float("nan")
+        checkpoint.model.get_output_embeddings().weight = torch.nn.Parameter(
+            torch.randn(320, 32, generator=torch.Generator().manual_seed(0))
+        )
+    engine = Engine(checkpoint, max_rows=2)
+    settings = DecodingSettings(max_new_tokens=5, ignore_eos=True)
+    forward = engine._model
+    assert isinstance(forward, NativeForward)
+    with torch.inference_mode():
+        clean = forward.hidden(feed((1, [3, 4, 5], 0)))
+        both = forward.hidden(feed((0, [3, 8, 5], 0), (1, [3, 4, 5], 0)))
+        assert torch.isnan(both[1:3]).all() and torch.equal(both[3:], clean)
+        assert torch.equal(forward.hidden(feed((0, [3, 4, 5], 0))), clean)
+    broken = engine.add([3, 8, 5], settings)
+    for _ in engine.stream():
+        pass
+    assert engine.result(broken).finish_reason == "error"
+
+
+def test_weights_changed_in_place_are_packed_anew():
+    checkpoint = native_checkpoint()
+    ids = np.arange(9)
+    before = NativeForward(checkpoint.model, 1, 16)
+    assert NativeForward(checkpoint.model, 1, 16)._weights is before._weights
+    with torch.no_grad():
+        checkpoint.model.base_model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    after = NativeForward(checkpoint.model, 1, 16)
+    with torch.inference_mode():
+        assert not torch.equal(after.hidden(Feed.of_one_row(ids)), before.hidden(Feed.of_one_row(ids)))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "reason"),
+    [
+        (lambda: tiny_checkpoint("gemma", head_dim=16), "the kernels know"),
+        (lambda: tiny_checkpoint("llama"), "heads' size"),
+        (lambda: native_checkpoint(attention_bias=True), "biases"),
+        (lambda: native_checkpoint(dtype=torch.float16), "float16"),
+    ],
+)
+def test_what_the_kernels_cannot_run_falls_back_or_is_refused_with_the_reason(checkpoint, reason, caplog):
+    model = checkpoint().model
+    with pytest.raises(MarsError, match=reason):
+        make_forward(model, 1, 32, "native")
+    with caplog.at_level(logging.INFO):
+        assert isinstance(make_forward(model, 1, 32), ModelForward)
+    assert reason in caplog.text
+    with pytest.raises(MarsError, match="expected one of auto, native, torch"):
+        make_forward(model, 1, 32, "fast")
+
+
+def test_a_variant_that_computes_something_else_is_noticed():
+    checkpoint = native_checkpoint()
+    checkpoint.model.base_model.layers[1].mlp.act_fn = torch.nn.GELU()
+    with pytest.raises(MarsError, match="differ from transformers'"):
+        make_forward(checkpoint.model, 1, 32, "native")
+
+
+def test_no_compiler_is_a_reason_too(monkeypatch):
+    build.library.cache_clear()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    try:
+        with pytest.raises(MarsError, match="no C compiler"):
+            build.library()
+        assert isinstance(make_forward(native_checkpoint().model, 1, 32), ModelForward)
+        monkeypatch.setenv("CC", "false")
+        with pytest.raises(MarsError, match="could not build"):
+            build.library()
+    finally:
+        build.library.cache_clear()
