@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from mars_lm.architectures import check_supported
 from mars_lm.errors import MarsError
+from mars_lm.prompts import as_ids
 from mars_lm.settings import MarsSettings
 
 MASK_TOKEN = "<|mask|>"
@@ -201,17 +201,11 @@ def _ids_in_use(model: Any, tokenizer: Any) -> set[int]:
         "cls_token_id",
     ):
         for holder in (tokenizer, model.config, getattr(model, "generation_config", None)):
-            used.update(_as_ids(getattr(holder, key, None)))
+            used.update(as_ids(getattr(holder, key, None)))
     generation = getattr(model, "generation_config", None)
     for key in ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"):
-        used.update(_as_ids(getattr(generation, key, None)))
+        used.update(as_ids(getattr(generation, key, None)))
     return used
-
-
-def _as_ids(value: Any) -> Iterable[int]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _chat_templates(tokenizer: Any) -> list[str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mars_lm.errors import MarsError
-from mars_lm.mask_token import _as_ids
 
 # Private-use characters: no tokenizer has tokens of them, no template changes them, no text holds this run.
 _OPEN, _CLOSE = "\ue0f1\ue0f2", "\ue0f3\ue0f4"
@@ -78,7 +77,7 @@ def end_token_ids(checkpoint: Any) -> frozenset[int]:
     model, tokenizer = checkpoint.model, checkpoint.tokenizer
     ends: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ends.update(_as_ids(getattr(holder, "eos_token_id", None)))
+        ends.update(as_ids(getattr(holder, "eos_token_id", None)))
     end_of_turn = _end_of_turn(tokenizer)
     if end_of_turn is not None:
         ends.add(end_of_turn)
@@ -91,6 +90,13 @@ def end_token_ids(checkpoint: Any) -> frozenset[int]:
             stacklevel=2,
         )
     return frozenset(ends)
+
+
+def as_ids(value: Any) -> Iterable[int]:
+    """The ids in a field of a config that holds one, several, or none."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _tokenizer(source: Any) -> Any:
