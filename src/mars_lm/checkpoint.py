@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
-from mars_lm import __version__, base_weights
+from mars_lm import __version__, base_weights, custom_generate
 from mars_lm.adapters import Adapter, is_adapter, merge, read_adapter, write_adapter, write_json
 from mars_lm.architectures import check_supported
 from mars_lm.errors import MarsError
@@ -171,6 +171,7 @@ def save(
 ) -> None:
     """Save a checkpoint that plain `AutoModelForCausalLM` loads and generates from (SPEC 7), atomically.
 
+    Beside a MARS-ready model goes a folder `custom_generate/`, by which transformers alone decodes it so.
     Killed at any moment, it leaves the complete old folder or the complete new one. Files in `directory` that
     are no part of a checkpoint are kept.
 
@@ -189,6 +190,8 @@ def save(
     with _replaced(directory) as temporary, _quiet(True):
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        if MarsSettings.from_config(model.config) is not None:
+            custom_generate.write(temporary)
         if provenance is not None:
             write_json(temporary / "provenance.json", provenance)
 

@@ -25,11 +25,11 @@ def make_forward(model: Any, rows: int, slots: int, kernels: str = "auto") -> Fo
     if kernels not in KERNELS:
         raise MarsError(f"kernels is {kernels!r}, expected one of {', '.join(KERNELS)}.")
     if kernels != "torch" and (kernels == "native" or next(model.parameters()).device.type == "cpu"):
-        from mars_lm.decoding.native.forward import NativeForward
+        try:  # the import in here tells `custom_generate` that a copy beside a checkpoint does without
+            from mars_lm.decoding.native.forward import NativeForward
 
-        try:
             return NativeForward(model, rows, slots)
-        except MarsError as error:
+        except (MarsError, ImportError) as error:
             if kernels == "native":
                 raise MarsError(f"The native kernels can't run this model: {error}") from error
             logger.info("Decoding with transformers' own modules, not the native kernels: %s", error)
