@@ -26,7 +26,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -395,16 +394,11 @@ def quality_part(args: Any) -> dict[str, Any]:
     }
     for name, recipe in (("ar-sft", AR_RECIPE), ("mars", RECIPE)):
         folder = args.runs / name
-        begin = time.perf_counter()
         train(recipe, {**settings, "output_dir": str(folder)})
         logs = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         losses = {log["step"]: log["eval_loss/ar"] for log in logs if "eval_loss/ar" in log}
         result["before"] = losses[0]
-        result[name] = {
-            "loss": losses[args.steps],
-            "seconds": time.perf_counter() - begin,
-            "log": logs,
-        }
+        result[name] = {"loss": losses[args.steps], "log": logs}
     result["loss_ratio"] = result["mars"]["loss"] / result["ar-sft"]["loss"]
     return result
 
