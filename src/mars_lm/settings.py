@@ -130,6 +130,9 @@ class DecodingSettings:
     # Exact mode only: also place masks behind every shorter prefix of the draft, so that a rejected draft
     # still leaves a next one (docs/decoding.md, "recovery masks").
     recovery: bool = True
+    # Exact mode only: place no more masks than pay in tokens per second, on this machine and at this load;
+    # False: always all of them. It moves speed, never the text.
+    adaptive: bool = True
     # Sampling; temperature 0 is greedy. A filter at its neutral value (top_k 0, top_p 1, min_p 0) is off.
     temperature: float = 0.0
     top_k: int = 0

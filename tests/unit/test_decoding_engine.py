@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 
@@ -12,8 +13,11 @@ import torch
 from decoding_reference import biased, hf_greedy, reference
 from mars_lm.checkpoint import Checkpoint, end_token_ids
 from mars_lm.decoding import Engine, GenerationResult, generate
-from mars_lm.settings import DecodingSettings
+from mars_lm.settings import DecodingSettings as AnySettings
 from tiny import FAMILIES, tiny_checkpoint
+
+# The reference places every mask. How many of them pay is the subject of test_decoding_width.py.
+DecodingSettings = functools.partial(AnySettings, adaptive=False)
 
 CONTEXT = 96
 SETTINGS = {

@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_checkpoint
 
 from mars_lm.decoding import Engine, generate
 from mars_lm.decoding.executors import make_forward
@@ -17,6 +16,7 @@ from mars_lm.decoding.native import build
 from mars_lm.decoding.native.forward import NativeForward
 from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
+from tiny import tiny_checkpoint
 
 try:
     build.library()
@@ -137,7 +137,8 @@ def test_a_broken_row_leaves_the_others_alone_and_a_reused_row_clean():
     with torch.inference_mode():
         clean = forward.hidden(feed((1, [3, 4, 5], 0)))
         both = forward.hidden(feed((0, [3, 8, 5], 0), (1, [3, 4, 5], 0)))
-        assert torch.isnan(both[1:3]).all() and torch.equal(both[3:], clean)
+        assert torch.isnan(both[1:3]).all()
+        assert torch.equal(both[3:], clean)
         assert torch.equal(forward.hidden(feed((0, [3, 4, 5], 0))), clean)
     broken = engine.add([3, 8, 5], settings)
     for _ in engine.stream():

@@ -18,6 +18,7 @@ from mars_lm.decoding.acceptance import RULE_CODE
 from mars_lm.decoding.candidates import Processor
 from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.text import TextStream
+from mars_lm.decoding.width import AdaptiveWidth, forward_cost
 from mars_lm.decoding.window import Commit, Decoder, Rows, TokenLogprob, lay_out
 from mars_lm.errors import MarsError
 from mars_lm.prompts import end_token_ids
@@ -35,7 +36,7 @@ _NONE_LEFT = (
 )
 
 # What `Engine.update` changes of a request.
-LIVE = ("tau", "rule", "block_size", "exact", "recovery")
+LIVE = ("tau", "rule", "block_size", "exact", "recovery", "adaptive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ class GenerationResult:
             once): `len(token_ids) / forwards` is the SPEC's tokens per forward.
         accepted_lengths: tokens that each forward committed.
         rejected_drafts: draft tokens that AR did not confirm (exact mode).
+        masks: mask tokens that its forwards held, of all groups together.
         queued_seconds, prefill_seconds, decode_seconds: until it got a row, from there to the first token,
             and from there to the end.
     """
@@ -79,6 +81,7 @@ class GenerationResult:
     forwards: int = 0
     accepted_lengths: list[int] = dataclasses.field(default_factory=list)
     rejected_drafts: int = 0
+    masks: int = 0
     queued_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -138,6 +141,10 @@ class Engine:
         self._ends = ends[ends < self.vocabulary]
         self._tokenizer = checkpoint.tokenizer
         self._model = make_forward(model, max_rows, self.max_length + scratch, kernels)
+        self._width: AdaptiveWidth | None = None
+        if self._mask_token_id is not None and self.block_size > 1:
+            cost = forward_cost(model, self._model, self.max_length)
+            self._width = AdaptiveWidth(self.block_size, cost)
         self._decoder = Decoder(self._model, self._mask_token_id)
         self._state = Rows(max_rows, self.max_length, self.vocabulary)
         self._row_of: list[_Request | None] = [None] * max_rows
@@ -207,7 +214,7 @@ class Engine:
         """Change how a request is decoded from its next forward on; one that has ended stays as it is.
 
         Args:
-            changes: any of tau, rule, block_size, exact, recovery.
+            changes: any of tau, rule, block_size, exact, recovery, adaptive.
         Raises:
             MarsError: no such request, another setting, or a value that `add` would refuse.
         """
@@ -230,11 +237,15 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One forward for all rows; what it gave, for each request that got tokens or ended."""
         self._admit()
-        window = lay_out(self._state, self._mask_token_id or 0, self._prefill_chunk)
+        window = lay_out(self._state, self._mask_token_id or 0, self._prefill_chunk, self._width)
         if not len(window.rows):
             return []
-        hidden = self._model.hidden(window)
-        return self._hand_out(self._decoder.commit(self._state, window, hidden))
+        begun = time.perf_counter()
+        commit = self._decoder.commit(self._state, window, self._model.hidden(window))
+        if self._width is not None:
+            self._width.cost.learn(len(window.input_ids), time.perf_counter() - begun)
+            self._width.learn_drafts(commit.drafted, commit.drafted - commit.rejected)
+        return self._hand_out(commit)
 
     def stream(self) -> Iterator[StepOutput]:
         """Step until nothing is left, and give each output as it comes."""
@@ -337,6 +348,7 @@ class Engine:
         state = self._state
         state.masks[row] = 0 if settings.one_token else (settings.block_size or self.block_size) - 1
         state.exact[row], state.recovery[row] = settings.exact, settings.exact and settings.recovery
+        state.adaptive[row] = settings.exact and settings.adaptive
         state.rule[row], state.tau[row] = RULE_CODE[settings.rule], settings.tau
 
     def _hand_out(self, commit: Commit) -> list[StepOutput]:
@@ -346,7 +358,7 @@ class Engine:
         failed = commit.broken | commit.stuck
         reasons = np.where(failed, "error", np.where(commit.stopped, "stop", "length")).tolist()
         over = (failed | commit.stopped | commit.full).tolist()
-        rejected = commit.rejected.tolist()
+        rejected, masks = commit.rejected.tolist(), commit.masks.tolist()
         for i, row in enumerate(commit.rows.tolist()):
             request = self._row_of[row]
             assert request is not None
@@ -371,6 +383,7 @@ class Engine:
             result.text += text
             result.accepted_lengths.append(len(new))
             result.rejected_drafts += rejected[i]
+            result.masks += masks[i]
             outputs.append(StepOutput(request.id, new, reason, text, said))
             if reason == "error":
                 result.error = _NONE_LEFT if commit.stuck[i] else _NOT_NUMBERS

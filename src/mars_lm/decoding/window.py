@@ -17,6 +17,7 @@ from mars_lm.decoding.acceptance import accepted_run, passes
 from mars_lm.decoding.candidates import NONE_LEFT, Wishes
 from mars_lm.decoding.forward import Feed, Forward
 from mars_lm.decoding.verification import agreeing_prefix
+from mars_lm.decoding.width import AdaptiveWidth
 
 Ints = np.ndarray
 
@@ -42,6 +43,7 @@ class Rows:
         self.masks = np.zeros(rows, dtype=np.int64)  # masks a group, B - 1; 0 in one-token mode
         self.exact = np.zeros(rows, dtype=bool)
         self.recovery = np.zeros(rows, dtype=bool)
+        self.adaptive = np.zeros(rows, dtype=bool)
         self.rule = np.zeros(rows, dtype=np.int8)
         self.tau = np.zeros(rows, dtype=np.float64)
         self.wishes = Wishes(rows, vocabulary)
@@ -82,16 +84,21 @@ class Commit:
     full: np.ndarray  # bool [R']: the budget is used up
     broken: np.ndarray  # bool [R']: the logits were no numbers; nothing is committed
     stuck: np.ndarray  # bool [R']: behind what was committed, the row's wishes leave no token to choose
+    masks: Ints  # [R'] that the forward held of the row
+    drafted: Ints  # [R'] draft tokens that it verified
     rejected: Ints  # [R'] draft tokens that AR did not confirm
     logprobs: dict[int, list[TokenLogprob]]  # of the committed tokens, by index in `rows`; for who asked
 
 
-def lay_out(state: Rows, mask_token_id: int, prefill_chunk: int) -> Window:
+def lay_out(
+    state: Rows, mask_token_id: int, prefill_chunk: int, width: AdaptiveWidth | None = None
+) -> Window:
     """Choose what each row feeds into the next forward.
 
     Args:
         state: the rows; mask_token_id: the token that stands at unknown positions.
         prefill_chunk: the most prompt tokens of all rows together; rows that get none wait.
+        width: says how many of the masks that could be placed are; None: all.
     """
     rows = np.flatnonzero(state.active)
     pending = state.length[rows] - state.cached[rows]
@@ -111,6 +118,9 @@ def lay_out(state: Rows, mask_token_id: int, prefill_chunk: int) -> Window:
     behind = (prefix == j[:, None]) | (state.recovery[rows, None] & (prefix < j[:, None]))
     groups = np.where(behind & ends[:, None], np.clip(state.masks[rows, None], 0, np.maximum(room, 0)), 0)
 
+    if width is not None:
+        groups = width.choose(groups, j, state.adaptive[rows], int((pending + j).sum()))
+
     # A part is a row's clean tokens or one of its groups; offsets within the part give all the rest.
     clean = pending + j
     sizes = np.concatenate([clean[:, None], groups], axis=1)
@@ -123,14 +133,14 @@ def lay_out(state: Rows, mask_token_id: int, prefill_chunk: int) -> Window:
     row, is_mask = part // sizes.shape[1], part % sizes.shape[1] > 0
     start = starts.ravel()[part]
     position = start + offset
-    width = sizes.sum(axis=1)
-    first = np.cumsum(width) - width
+    per_row = sizes.sum(axis=1)
+    first = np.cumsum(per_row) - per_row
     slot = (m - first)[row] + index
     ids = np.where(is_mask, mask_token_id, state.tokens[rows[row], np.where(is_mask, 0, position)])
     return Window(
         rows=rows,
         ends=ends,
-        width=width,
+        width=per_row,
         clean=clean,
         groups=groups,
         input_ids=ids,
@@ -235,7 +245,8 @@ class Decoder:
                 behind = torch.from_numpy((np.cumsum(size) - size)[i] + own[1:] - 1).to(first.device)
                 said = torch.cat([said[:1], logits[behind]])
             logprobs[i] = _logprobs(said, tokens[i, : count[i]], int(state.wishes.logprobs[rows[i]]))
-        return Commit(rows, tokens, count, stopped, full, broken, stuck, j - agreed, logprobs)
+        masks = groups.sum(axis=1)
+        return Commit(rows, tokens, count, stopped, full, broken, stuck, masks, j, j - agreed, logprobs)
 
     def _logits(self, hidden: Tensor, begin: Ints, size: Ints) -> Tensor:
         """float32 logits [M, V] of `size` tokens of each row from flat index `begin`, row by row."""

@@ -67,11 +67,10 @@ class NativeCache:
 
     def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, vector: int) -> None:
         self.slots = -(-slots // (4 * vector)) * 4 * vector
-        shape = (rows, kv_heads, self.slots // vector, head_dim, vector)
-        cpu = torch.device("cpu")
-        self.keys = [lazy_zeros(shape, torch.float32, cpu) for _ in range(layers)]
-        shape = (rows, kv_heads, self.slots, head_dim)
-        self.values = [lazy_zeros(shape, torch.float32, cpu) for _ in range(layers)]
+        cpu, heads = torch.device("cpu"), (rows, kv_heads)
+        key, value = (*heads, self.slots // vector, head_dim, vector), (*heads, self.slots, head_dim)
+        self.keys = [lazy_zeros(key, torch.float32, cpu) for _ in range(layers)]
+        self.values = [lazy_zeros(value, torch.float32, cpu) for _ in range(layers)]
 
     def wipe(self, row: int, slots: int) -> None:
         """Nothing to do: the kernels never read a slot that a token does not see."""
@@ -144,7 +143,7 @@ class _Packed:
 
 
 def _threads(matrix: int) -> int:
-    """Threads for a model whose MLP matrices have so many entries: each needs work that outlasts a barrier."""
+    """Threads for a model whose MLP matrices have so many entries: each must outlast a barrier."""
     return max(1, min(torch.get_num_threads(), matrix // 2**16))
 
 

@@ -1,0 +1,151 @@
+"""How many masks to place (exact mode): as many as pay in tokens per second, on this machine, at this load.
+
+A mask is worth the probability that its guess will be committed by the next forward, and costs what a forward
+costs with one token more. While a machine waits for memory a token costs next to nothing, and every mask
+pays; when it computes, few pay, or none. The text is the same whatever is chosen (SPEC 4).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from mars_lm.decoding.forward import Feed, Forward
+
+Ints = np.ndarray
+
+# A mask is placed if its worth reaches a threshold: the one that promises most tokens a second.
+THRESHOLDS = np.array([2.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.0])
+# Where no mask pays nothing is learnt about drafts: so often one row drafts all the same.
+PROBE_EVERY = 32
+# What is believed of a draft before any was seen, and how many seen ones weigh as much as this belief.
+PRIOR, PRIOR_WEIGHT = 0.65, 8.0
+MEMORY = 400.0  # drafts after which older ones count half
+
+
+class ForwardCost:
+    """Seconds of a forward by its number of tokens: measured at a few sizes, refined by every step."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        sizes = sorted(seconds)
+        self.tokens = np.array(
+            [s * k // 4 for s in (4, 8, 16, 32, 64, 128, 256, 512, 1024) for k in (1, 1.5)]
+        )
+        self.tokens = np.unique(self.tokens).astype(np.float64)
+        known = np.array([seconds[size] for size in sizes])
+        # Past the largest measured size the last slope goes on.
+        slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+        beyond = np.maximum(self.tokens - sizes[-1], 0) * max(slope, 0.0)
+        self.seconds = np.interp(self.tokens, sizes, known) + beyond
+
+    def __call__(self, tokens: Any) -> Any:
+        """Seconds of forwards with so many tokens: a number or an array, whole or not."""
+        return np.interp(tokens, self.tokens, self.seconds)
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """One step took so long. A step that was held up by something else counts as a slow one, not more."""
+        expected = float(self(tokens))
+        drift = min(seconds / expected, 2.0)
+        near = np.abs(np.log(self.tokens / max(tokens, 1)))
+        # The sizes beside it drift along, and far ones a little: a longer context slows all.
+        self.seconds *= 1 + 0.1 * (drift - 1) * np.maximum(np.exp(-2 * near), 0.05)
+
+
+class AdaptiveWidth:
+    """Chooses the mask groups of each step.
+
+    Args:
+        block_size: the trained B.
+        cost: of the model's forward.
+    Attributes:
+        hits, tries: float [B-1]: of the draft tokens at each distance whose predecessors were confirmed,
+            how many were confirmed too (older ones count less).
+    """
+
+    def __init__(self, block_size: int, cost: ForwardCost) -> None:
+        self.cost = cost
+        self.hits = np.full(block_size - 1, PRIOR * PRIOR_WEIGHT)
+        self.tries = np.full(block_size - 1, PRIOR_WEIGHT)
+        self._idle = 0
+
+    def choose(self, groups: Ints, drafted: Ints, adapts: np.ndarray, clean: int) -> Ints:
+        """The masks to place behind each draft prefix.
+
+        Args:
+            groups: int64 [R, K], the most that may be placed.
+            drafted: int64 [R], the draft's length now.
+            adapts: bool [R], the rows whose groups may be smaller.
+            clean: tokens of the forward without masks.
+        Returns:
+            int64 [R, K], between 0 and `groups`.
+        """
+        adapts = adapts & (groups.sum(axis=1) > 0)
+        if not adapts.any():
+            return groups
+        own, j = groups[adapts], drafted[adapts]
+        likely = np.concatenate([[1.0], np.cumprod(self.hits / self.tries)])  # of the first k being confirmed
+        prefix = np.arange(own.shape[1])
+        outcome = np.where(  # [R, K] that exactly k of the draft will be confirmed
+            prefix < j[:, None],
+            likely[prefix] - likely[np.minimum(prefix + 1, len(likely) - 1)],
+            np.where(prefix == j[:, None], likely[prefix], 0.0),
+        )
+        depth = np.arange(1, int(own.max()) + 1)
+        worth = outcome[:, :, None] * likely[depth]  # [R, K, D]
+        worth = np.where(depth <= own[:, :, None], worth, -1.0)
+        placed = worth[..., None] >= THRESHOLDS  # [R, K, D, T]
+        masks = placed.sum(axis=(0, 1, 2))
+        gain = (worth[..., None] * placed).sum(axis=(0, 1, 2))
+        # The drafts that these masks will leave are fed by the next forward, in the place of today's.
+        drafts = (outcome[:, :, None, None] * placed).sum(axis=(0, 1, 2))
+        tokens = clean + groups[~adapts].sum() - j.sum() + masks + drafts
+        best = int(np.argmax((len(own) + gain) / self.cost(tokens)))
+        chosen = groups.copy()
+        chosen[adapts] = placed[..., best].sum(axis=2)
+        self._idle = 0 if masks[best] else self._idle + 1
+        if self._idle >= PROBE_EVERY:
+            self._idle = 0
+            row = int(np.flatnonzero(adapts)[np.random.default_rng(clean).integers(len(own))])
+            chosen[row, drafted[row]] = groups[row, drafted[row]]
+        return chosen
+
+    def learn_drafts(self, drafted: Ints, agreed: Ints) -> None:
+        """So much of each row's draft was confirmed: int64 [R] both."""
+        distance = np.arange(len(self.hits))
+        confirmed = distance < agreed[:, None]
+        self.hits += confirmed.sum(axis=0)
+        self.tries += (distance < np.minimum(agreed + 1, drafted)[:, None]).sum(axis=0)
+        old = self.tries > MEMORY
+        self.hits[old] /= 2
+        self.tries[old] /= 2
+
+
+_costs: weakref.WeakKeyDictionary[Any, dict[Any, ForwardCost]] = weakref.WeakKeyDictionary()
+
+
+@torch.inference_mode()
+def forward_cost(model: Any, forward: Forward, slots: int) -> ForwardCost:
+    """Measure a fresh forward's cost by size; one that was measured in this process is taken as it was left.
+
+    Args:
+        model: the Hugging Face model behind the forward.
+        slots: how many tokens a row may hold.
+    """
+    known = _costs.setdefault(model, {})
+    kind = (type(forward), torch.get_num_threads())
+    if kind not in known:
+        seconds = {}
+        for size in (1, 8, 32):
+            size = min(size, slots)
+            feed = Feed.of_one_row(np.zeros(size, dtype=np.int64))
+            forward.hidden(feed)  # the first touch of its memory
+            begun = time.perf_counter()
+            logits = forward.logits(forward.hidden(feed))
+            float(logits[0, 0])  # a device may answer late
+            seconds[size] = time.perf_counter() - begun
+        known[kind] = ForwardCost(seconds)
+    return known[kind]

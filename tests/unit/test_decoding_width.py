@@ -1,0 +1,140 @@
+"""How many masks are placed: as many as pay, and whatever that is, the text is AR's."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from mars_lm.decoding import Engine, generate
+from mars_lm.decoding.width import PROBE_EVERY, THRESHOLDS, AdaptiveWidth, ForwardCost
+from mars_lm.settings import DecodingSettings
+from tiny import tiny_checkpoint
+
+
+def width(per_token: float, fixed: float = 1.0, block_size: int = 4) -> AdaptiveWidth:
+    """On a machine whose forward takes `fixed` + `per_token` for each token."""
+    return AdaptiveWidth(block_size, ForwardCost({n: fixed + per_token * n for n in (1, 8, 32)}))
+
+
+def full_groups(rows: int, drafted: int, masks: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    groups = np.full((rows, drafted + 1), masks)
+    return groups, np.full(rows, drafted)
+
+
+def test_a_cost_is_known_between_and_beyond_what_was_measured():
+    cost = ForwardCost({1: 1.0, 8: 2.0, 32: 5.0})
+    assert cost(1) == pytest.approx(1.0)
+    assert cost(8) == pytest.approx(2.0)
+    assert cost(20) == pytest.approx(3.5, rel=0.05)
+    assert cost(64) == pytest.approx(9.0, rel=0.05)
+
+
+def test_a_cost_follows_what_steps_take():
+    cost = ForwardCost({1: 1.0, 8: 1.0, 32: 1.0})
+    for _ in range(200):
+        cost.learn(16, 3.0)
+        cost.learn(1, 1.0)
+    assert cost(16) == pytest.approx(3.0, rel=0.1)
+    assert cost(1) == pytest.approx(1.0, rel=0.1)
+    cost.learn(1, 1000.0)  # the machine was busy with something else
+    assert cost(1) < 1.3
+
+
+def test_all_masks_where_a_token_is_free_and_none_where_it_costs_a_forward():
+    groups, drafted = full_groups(2, 3)
+    everybody = np.ones(2, dtype=bool)
+    assert (width(0.0).choose(groups, drafted, everybody, 8) == groups).all()
+    assert not width(1.0, fixed=0.0).choose(groups, drafted, everybody, 8).any()
+    some = [int(width(c).choose(groups, drafted, everybody, 8).sum()) for c in (0.0, 0.01, 0.03, 0.1, 0.5)]
+    assert some == sorted(some, reverse=True)
+    assert len(set(some)) > 2
+
+
+def test_the_choice_is_the_best_of_all_thresholds_by_a_slow_count():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        chooser = width(float(rng.choice([0.005, 0.02, 0.05, 0.1])))
+        chooser.hits = chooser.tries * rng.uniform(0.2, 0.95, 3)
+        p = chooser.hits / chooser.tries
+        j = rng.integers(0, 4, 5)
+        groups = np.where(np.arange(j.max() + 1) <= j[:, None], rng.integers(0, 4, (5, 1)), 0)
+        clean = int(5 + j.sum())
+        best = None
+        for threshold in THRESHOLDS:
+            chosen, gain, drafts = np.zeros_like(groups), 0.0, 0.0
+            for r, row in enumerate(groups):
+                for k, most in enumerate(row):
+                    outcome = np.prod(p[:k]) * ((1 - p[k]) if k < j[r] else 1.0)
+                    for depth in range(1, most + 1):
+                        if outcome * np.prod(p[:depth]) >= threshold:
+                            chosen[r, k] = depth
+                            gain += outcome * np.prod(p[:depth])
+                            drafts += outcome
+            rows = int((groups.sum(axis=1) > 0).sum())
+            own = groups.sum(axis=1) > 0
+            tokens = clean - j[own].sum() + chosen.sum() + drafts
+            rate = (rows + gain) / float(chooser.cost(tokens))
+            if best is None or rate > best[0] * (1 + 1e-9):
+                best = (rate, chosen)
+        got = chooser.choose(groups, j, np.ones(5, dtype=bool), clean)
+        assert (got == best[1]).all()
+
+
+def test_rows_with_a_fixed_width_keep_theirs():
+    groups, drafted = full_groups(3, 2)
+    chosen = width(1.0, fixed=0.0).choose(groups, drafted, np.array([True, False, True]), 9)
+    assert chosen[1].tolist() == [3, 3, 3]
+    assert chosen[[0, 2]].sum() < groups[[0, 2]].sum()
+
+
+def test_where_no_mask_pays_one_row_still_tries_now_and_then():
+    groups, drafted = full_groups(4, 0)
+    chooser = width(1.0, fixed=0.0)
+    sums = [int(chooser.choose(groups, drafted, np.ones(4, dtype=bool), 4).sum()) for _ in range(96)]
+    assert sums.count(3) == 96 // PROBE_EVERY
+    assert sums.count(0) == 96 - 96 // PROBE_EVERY
+
+
+def test_confirmed_drafts_are_counted_by_distance():
+    chooser = width(0.0)
+    hits, tries = chooser.hits.copy(), chooser.tries.copy()
+    chooser.learn_drafts(np.array([3, 3, 1, 0]), np.array([3, 1, 1, 0]))
+    assert (chooser.hits - hits).tolist() == pytest.approx([3, 1, 1])
+    assert (chooser.tries - tries).tolist() == pytest.approx([3, 2, 1])
+    for _ in range(500):
+        chooser.learn_drafts(np.array([3]), np.array([0]))
+    assert chooser.hits[0] / chooser.tries[0] < 0.2
+
+
+@pytest.mark.parametrize("recovery", [True, False])
+def test_whatever_is_chosen_the_text_is_one_token_modes(recovery):
+    """Costs that jump at random make the width jump; with sampling and penalties in the batch as well."""
+    draw = random.Random(0)
+    checkpoint = tiny_checkpoint("llama", seed=3)
+    prompts = [[draw.randrange(300) for _ in range(draw.randrange(1, 30))] for _ in range(9)]
+    wishes = [
+        {"temperature": 0.8, "seed": i} if i % 3 == 1 else {"repetition_penalty": 1.3} if i % 3 == 2 else {}
+        for i in range(9)
+    ]
+    one = [DecodingSettings(tau=1.0, max_new_tokens=30, ignore_eos=True, **wish) for wish in wishes]
+    expected = [r.token_ids for r in generate(checkpoint, prompts, one)]
+    engine = Engine(checkpoint, max_rows=4)
+    numbers = [
+        engine.add(
+            prompt,
+            DecodingSettings(max_new_tokens=30, ignore_eos=True, recovery=recovery, **wish),
+        )
+        for prompt, wish in zip(prompts, wishes, strict=True)
+    ]
+    placed = set()
+    while engine.has_work:
+        slope = draw.choice([0.0, 0.01, 0.05, 0.2, 5.0])
+        engine._width.cost = ForwardCost({n: 1 + slope * n for n in (1, 8, 32)})
+        engine.step()
+        placed.update(int(m) for m in engine._state.drafted[engine._state.active])
+    results = [engine.result(number) for number in numbers]
+    assert [r.token_ids for r in results] == expected
+    assert placed == {0, 1, 2, 3}
+    assert sum(r.masks for r in results) > 0
