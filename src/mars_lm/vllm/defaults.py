@@ -38,11 +38,10 @@ def configured(additional_config: Any) -> dict[str, Any]:
         raise MarsError(f'{VARIABLE} is {text!r}, expected a JSON object such as {{"tau": 0.9}}.')
     if isinstance(additional_config, Mapping):
         values.update(additional_config.get("mars") or {})
-    unknown = sorted(set(values) - {*FIELDS, KNOB_FILE})
+    known = (*FIELDS, KNOB_FILE, ADAPTIVE)
+    unknown = sorted(set(values) - set(known))
     if unknown:
-        raise MarsError(
-            f"The MARS settings name {', '.join(unknown)}; known are {', '.join(FIELDS)}, {KNOB_FILE}."
-        )
+        raise MarsError(f"The MARS settings name {', '.join(unknown)}; known are {', '.join(known)}.")
     return values
 
 

@@ -1,6 +1,6 @@
 """From one forward's logits to committed tokens and the next drafts, inside vLLM (SPEC 3 and 4).
 
-AR's part is vLLM's own: its rejection sampler judges the drafts, its sampler draws the next token, and
+AR's part is vLLM's own: its rejection sampler judges greedy drafts, its sampler draws every token, and
 neither ever sees a mask. Only then are the masks' logits read, where all drafts before them held.
 """
 
@@ -18,6 +18,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from mars_lm.decoding.acceptance import accepted_run, passes
+from mars_lm.decoding.verification import agreeing_prefix
 from mars_lm.vllm.plan import Ints, Layout, MaskGroup, StepPlan, spans
 
 
@@ -74,22 +75,73 @@ class MarsSampler(RejectionSampler):
             if layout.masks.any():
                 logits = logits[self._index(layout.at_next())]
             return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
-        if not layout.masks.any():
-            return super().forward(metadata, None, logits, sampling_metadata)
         drafts = layout.drafts
-        without_masks = dataclasses.replace(
-            metadata,
-            draft_token_ids=metadata.draft_token_ids[self._index(layout.draft_ids())],
-            num_draft_tokens=drafts.tolist(),
-            cu_num_draft_tokens=self._index(np.cumsum(drafts)).to(metadata.cu_num_draft_tokens.dtype),
-            target_logits_indices=self._index(layout.at_drafts()),
-            bonus_logits_indices=self._index(layout.at_next()),
-        )
+        if layout.masks.any():
+            metadata = dataclasses.replace(
+                metadata,
+                draft_token_ids=metadata.draft_token_ids[self._index(layout.draft_ids())],
+                num_draft_tokens=drafts.tolist(),
+                cu_num_draft_tokens=self._index(np.cumsum(drafts)).to(metadata.cu_num_draft_tokens.dtype),
+                target_logits_indices=self._index(layout.at_drafts()),
+                bonus_logits_indices=self._index(layout.at_next()),
+            )
         fed = sampling_metadata.spec_token_ids
         if fed is not None:  # what penalties look back on
-            fed = [tokens[:j] for tokens, j in zip(fed, without_masks.num_draft_tokens, strict=False)]
+            fed = [tokens[:j] for tokens, j in zip(fed, metadata.num_draft_tokens, strict=False)]
             sampling_metadata = dataclasses.replace(sampling_metadata, spec_token_ids=fed)
-        return super().forward(without_masks, None, logits, sampling_metadata)
+        if sampling_metadata.all_greedy:
+            return super().forward(metadata, None, logits, sampling_metadata)
+        return self._drawn(layout, metadata, logits, sampling_metadata)
+
+    def _drawn(
+        self,
+        layout: Layout,
+        metadata: SpecDecodeMetadata,
+        logits: Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """AR's own draw at every draft's place; a draft stands while it is what AR drew.
+
+        With drafts that are single tokens this is rejection sampling: p(draft) is the chance that it stands,
+        and a draw that differs has AR's distribution without the draft. vLLM's own kernels are not used here:
+        on CPUs, 0.32.0 hands them temperatures and filters that were never written (its `expand_kernel`
+        fills a copy).
+        """
+        mode: Any = "processed_logits" if self.is_processed_logprobs_mode else "raw_logits"
+        bonus = self.sampler(
+            logits=logits[metadata.bonus_logits_indices],
+            sampling_metadata=dataclasses.replace(sampling_metadata, max_num_logprobs=-1),
+            predict_bonus_token=True,
+            logprobs_mode_override=mode,
+        )
+        raw = logits[metadata.target_logits_indices].float()
+        adjusted = self.apply_logits_processors(raw.clone(), sampling_metadata, metadata)
+        row = np.repeat(np.arange(len(layout.drafts)), layout.drafts)
+        draws = self._candidates(adjusted, row, np.ones(len(row), dtype=bool), sampling_metadata)
+
+        real = np.arange(int(layout.drafts.max())) < layout.drafts[:, None]
+        said, drafted = np.zeros(real.shape, dtype=np.int64), np.zeros(real.shape, dtype=np.int64)
+        said[real] = draws.cpu().numpy()
+        drafted[real] = metadata.draft_token_ids.cpu().numpy()
+        agreed = agreeing_prefix(said, drafted, layout.drafts)
+        tokens = np.concatenate([said, np.zeros((len(said), 1), dtype=np.int64)], axis=1)
+        rows = np.arange(len(tokens))
+        whole = agreed == layout.drafts
+        tokens[rows[whole], agreed[whole]] = bonus.sampled_token_ids[:, 0].cpu().numpy()[whole]
+        tokens[np.arange(tokens.shape[1]) > agreed[:, None]] = PLACEHOLDER_TOKEN_ID
+        sampled = self._index(tokens.astype(np.int32))
+        logprobs = None
+        if sampling_metadata.max_num_logprobs is not None:
+            assert bonus.logprobs_tensors is not None
+            logprobs = self._get_logprobs_tensors(
+                sampling_metadata.max_num_logprobs,
+                metadata,
+                logits,
+                adjusted if self.is_processed_logprobs_mode else raw,
+                bonus.logprobs_tensors.logprobs,
+                sampled,
+            )
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=logprobs)
 
     def _read_masks(
         self,
@@ -136,8 +188,8 @@ class MarsSampler(RejectionSampler):
     ) -> Tensor:
         """One token for each mask: the best, or a draw where the request samples and keeps what it draws.
 
-        A draft of exact mode is the best token even for a request that samples: vLLM accepts a draft with
-        AR's probability of it, which is then as high as it gets.
+        A draft of exact mode is the best token even for a request that samples: it stands with AR's
+        probability of it, which is then as high as it gets.
 
         Args:
             said: float32 [M, V]; row: [M], the mask's request in the batch; drawn: bool [M].
