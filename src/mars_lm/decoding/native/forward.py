@@ -209,7 +209,7 @@ class NativeForward:
             layer=ctypes.addressof(self._layers),
         )
         widest = max(weights.intermediate, config.hidden_size, config.num_attention_heads * head_dim)
-        self._own_size = max(2 * vector * widest, self.cache.slots)
+        self._own_size = max(2 * vector * widest, 4 * self.cache.slots)  # as `mars_forward` asks
         self._threads = _threads(weights.intermediate * config.hidden_size)
         self._scratch: list[Tensor] = []
         self._own = torch.empty(0)

@@ -22,6 +22,7 @@
 #endif
 #define PANEL (2 * V) /* outputs of one pass over k */
 #define ROWS 8        /* tokens of one pass */
+#define HEADS 4       /* query heads of one pass */
 #define AHEAD 8192    /* bytes to fetch ahead of the pass: measured, flat between 4096 and 16384 */
 
 typedef float vf __attribute__((vector_size(V * 4), aligned(4), may_alias));
@@ -188,22 +189,13 @@ typedef struct {
   int64_t tokens;
 } Feed;
 
-/* softmax(q K) V of one query head; scores: scratch of `slots`. */
-static void attend(const Model *model, const float *q, const float *keys, const float *values, int64_t before,
-                   int64_t from, int64_t own, float *scores, float *out) {
-  int64_t dim = model->head_dim, end = before > own + 1 ? before : own + 1;
-  if (from < before) from = before;
-  vf best = (vf){0} - INFINITY;
-  for (int64_t s = 0; s < end; s += 4 * V) {
-    const float *k = keys + s * dim;
-    vf acc[4] = {{0}};
-    for (int64_t d = 0; d < dim; d++)
-      _Pragma("GCC unroll 4") for (int b = 0; b < 4; b++) acc[b] += *(const vf *)(k + (b * dim + d) * V) * q[d];
-    for (int b = 0; b < 4; b++) *(vf *)(scores + s + b * V) = acc[b] * model->scale;
-  }
-  for (int64_t s = before; s < from; s++) scores[s] = -INFINITY;
+/* Scores of the slots 0 .. end become e^(score - best), 0 where unseen; gives 1 / their sum. */
+static float softmax(float *scores, int64_t before, int64_t from, int64_t end) {
+  const vf unseen = (vf){0} - INFINITY;
   int64_t padded = (end + V - 1) / V * V;
+  for (int64_t s = before; s < from; s++) scores[s] = -INFINITY;
   for (int64_t s = end; s < padded; s++) scores[s] = -INFINITY;
+  vf best = unseen;
   for (int64_t s = 0; s < padded; s += V) {
     vf score = *(vf *)(scores + s);
     vi more = score > best;
@@ -214,7 +206,7 @@ static void attend(const Model *model, const float *q, const float *keys, const 
   vf sums = {0};
   for (int64_t s = 0; s < padded; s += V) {
     vf score = *(vf *)(scores + s), p = vexp(score - top);
-    p = (vf)((vi)p & (score > (vf){0} - INFINITY)); /* e^-87 is little, and unseen is nothing */
+    p = (vf)((vi)p & (score > unseen)); /* e^-87 is little, and unseen is nothing */
     /* a NaN compares as unseen: let it through, so that the row is known to be broken */
     p = (vf)(((vi)score & (score != score)) | ((vi)p & (score == score)));
     *(vf *)(scores + s) = p;
@@ -222,21 +214,66 @@ static void attend(const Model *model, const float *q, const float *keys, const 
   }
   float sum = 0;
   for (int i = 0; i < V; i++) sum += sums[i];
-  float inverse = 1.0f / sum;
-  for (int64_t d = 0; d < dim; d += 4 * V) {
-    int wide = dim - d < 4 * V ? (int)((dim - d) / V) : 4;
-    vf acc[4] = {{0}};
+  return 1.0f / sum;
+}
+
+/* softmax(q K) V of `heads` query heads beside each other that share a key head; scores: scratch of heads x
+ * slots. `heads` is a constant where it is called, so that the loops over it are unrolled. */
+static inline __attribute__((always_inline)) void attend_heads(const int heads, const Model *model, const float *q,
+                                                               const float *keys, const float *values,
+                                                               int64_t before, int64_t from, int64_t own,
+                                                               float *scores, float *out) {
+  int64_t dim = model->head_dim, slots = model->slots, end = before > own + 1 ? before : own + 1;
+  if (from < before) from = before;
+  for (int64_t s = 0; s < end; s += 2 * V) {
+    const float *k = keys + s * dim;
+    vf acc[HEADS][2];
+    for (int h = 0; h < heads; h++) acc[h][0] = acc[h][1] = (vf){0};
+    for (int64_t d = 0; d < dim; d++) {
+      vf k0 = *(const vf *)(k + d * V), k1 = *(const vf *)(k + (dim + d) * V);
+      _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) {
+        float scalar = q[h * dim + d];
+        acc[h][0] += k0 * scalar;
+        acc[h][1] += k1 * scalar;
+      }
+    }
+    for (int h = 0; h < heads; h++)
+      for (int b = 0; b < 2; b++) *(vf *)(scores + h * slots + s + b * V) = acc[h][b] * model->scale;
+  }
+  float inverse[HEADS];
+  for (int h = 0; h < heads; h++) inverse[h] = softmax(scores + h * slots, before, from, end);
+  for (int64_t d = 0; d < dim; d += 2 * V) {
+    int wide = dim - d < 2 * V ? 1 : 2;
+    vf acc[HEADS][2];
+    for (int h = 0; h < heads; h++) acc[h][0] = acc[h][1] = (vf){0};
     for (int part = 0; part < 2; part++) {
       int64_t s = part ? from : 0, stop = part ? own + 1 : before;
       const float *v = values + s * dim + d;
-      if (wide == 4)
-        for (; s < stop; s++, v += dim)
-          _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) acc[i] += *(const vf *)(v + i * V) * scores[s];
-      else
-        for (; s < stop; s++, v += dim)
-          for (int i = 0; i < wide; i++) acc[i] += *(const vf *)(v + i * V) * scores[s];
+      for (; s < stop; s++, v += dim) {
+        vf v0 = *(const vf *)v, v1 = wide == 2 ? *(const vf *)(v + V) : v0;
+        _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) {
+          float p = scores[h * slots + s];
+          acc[h][0] += v0 * p;
+          acc[h][1] += v1 * p;
+        }
+      }
     }
-    for (int i = 0; i < wide; i++) *(vf *)(out + d + i * V) = acc[i] * inverse;
+    for (int h = 0; h < heads; h++)
+      for (int i = 0; i < wide; i++) *(vf *)(out + h * dim + d + i * V) = acc[h][i] * inverse[h];
+  }
+}
+
+/* All query heads of one key head. */
+static void attend(const Model *model, int64_t heads, const float *q, const float *keys, const float *values,
+                   int64_t before, int64_t from, int64_t own, float *scores, float *out) {
+  int64_t dim = model->head_dim;
+  for (int64_t h = 0; h < heads; h += HEADS, q += HEADS * dim, out += HEADS * dim) {
+    switch (heads - h < HEADS ? heads - h : HEADS) {
+    case 1: attend_heads(1, model, q, keys, values, before, from, own, scores, out); break;
+    case 2: attend_heads(2, model, q, keys, values, before, from, own, scores, out); break;
+    case 3: attend_heads(3, model, q, keys, values, before, from, own, scores, out); break;
+    default: attend_heads(HEADS, model, q, keys, values, before, from, own, scores, out);
+    }
   }
 }
 
@@ -274,12 +311,12 @@ void mars_linear(const Linear *w, int64_t bf16, const float *x, int64_t tokens, 
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
  * Scratch: normed [tokens][hidden]; qkv [tokens][(q + 2 kv) dim]; mixed [tokens][q dim];
- * mlp [tokens][intermediate]; own [threads][own_size], the widest k times PANEL or `slots`, whichever is more.
+ * mlp [tokens][intermediate]; own [threads][own_size], the widest k times PANEL or HEADS times `slots`, whichever is more.
  */
 void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
                   float *mlp, float *own, int64_t own_size, int64_t threads) {
-  int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, q_heads = model->q_heads;
-  int64_t groups = q_heads / model->kv_heads, width = (q_heads + 2 * model->kv_heads) * dim;
+  int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, kv_heads = model->kv_heads;
+  int64_t groups = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
   int bf16 = (int)model->bf16;
 #pragma omp parallel num_threads(threads)
   {
@@ -292,12 +329,11 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
       linear(&layer->qkv, bf16, normed, tokens, qkv, width, STORE, scratch);
 #pragma omp for schedule(static)
       for (int64_t t = 0; t < tokens; t++) store(model, layer, feed, t, qkv + t * width);
-#pragma omp for schedule(dynamic, 3)
-      for (int64_t i = 0; i < tokens * q_heads; i++) {
-        int64_t t = i / q_heads, h = i % q_heads;
-        int64_t base = (feed->row[t] * model->kv_heads + h / groups) * model->slots * dim;
-        attend(model, qkv + t * width + h * dim, layer->keys + base, layer->values + base, feed->before[t],
-               feed->from[t], feed->slot[t], scratch, mixed + i * dim);
+#pragma omp for schedule(dynamic)
+      for (int64_t i = 0; i < tokens * kv_heads; i++) {
+        int64_t t = i / kv_heads, h = i % kv_heads, base = (feed->row[t] * kv_heads + h) * model->slots * dim;
+        attend(model, groups, qkv + t * width + h * groups * dim, layer->keys + base, layer->values + base,
+               feed->before[t], feed->from[t], feed->slot[t], scratch, mixed + i * groups * dim);
       }
       linear(&layer->out, bf16, mixed, tokens, x, hidden, ADD, scratch);
 #pragma omp for schedule(static)
