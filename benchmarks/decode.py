@@ -32,21 +32,27 @@ BARS = {"gsm8k": 2.0, "humaneval": 1.6, "ifeval": 1.4}
 
 
 def forwards(args: Any, loaded: checkpoints.Checkpoint, exact: DecodingSettings) -> list[dict[str, Any]]:
-    """Tokens per forward of exact mode, with and without recovery masks, by kind of prompt."""
+    """Tokens per forward of exact mode by kind of prompt: all masks, no recovery masks, those that pay."""
     rows = []
     for task in BARS:
         ids = prompt_ids(loaded, load_prompts(args.data, task, args.prompts, args.seed))
         row: dict[str, Any] = {"task": task, "prompts": len(ids), "bar": BARS[task]}
-        for name, settings in (
-            ("exact", exact),
-            ("exact, no recovery", dataclasses.replace(exact, recovery=False)),
-        ):
+        for name, settings in kinds(exact).items():
             results = generate(loaded, ids, settings, max_rows=args.rows)
             tokens, passes = sum(len(r.token_ids) for r in results), sum(r.forwards for r in results)
             row[name] = tokens / passes
             row["tokens"] = tokens
         rows.append(row)
     return rows
+
+
+def kinds(exact: DecodingSettings) -> dict[str, DecodingSettings]:
+    """Exact mode with all its masks, with one mask group a forward, and with as many masks as pay."""
+    return {
+        "exact": dataclasses.replace(exact, adaptive=False),
+        "exact, no recovery": dataclasses.replace(exact, adaptive=False, recovery=False),
+        "exact, adaptive": exact,
+    }
 
 
 def equal(args: Any, loaded: checkpoints.Checkpoint, exact: DecodingSettings) -> dict[str, Any]:
@@ -102,17 +108,13 @@ def clock(args: Any, loaded: checkpoints.Checkpoint, exact: DecodingSettings) ->
             results = [engine.result(number) for number in numbers]  # noqa: B023
             counts[name] = (sum(len(r.token_ids) for r in results), sum(r.forwards for r in results))  # noqa: B023
 
-        kinds = {
-            "one": one,
-            "exact": exact,
-            "exact, no recovery": dataclasses.replace(exact, recovery=False),
-        }
-        seconds = in_turn({name: (lambda n=name, s=s: run(n, s)) for name, s in kinds.items()}, args.repeats)
+        every = {"one": one, **kinds(exact)}
+        seconds = in_turn({name: (lambda n=name, s=s: run(n, s)) for name, s in every.items()}, args.repeats)
         row: dict[str, Any] = {
             "batch": batch,
             "one_tokens_per_second": counts["one"][0] / statistics.median(seconds["one"]),
         }
-        for name in list(kinds)[1:]:
+        for name in list(every)[1:]:
             per_forward = counts[name][0] / counts[name][1]
             speed_up = ratio(
                 [s / counts["one"][0] for s in seconds["one"]], [s / counts[name][0] for s in seconds[name]]
@@ -191,9 +193,9 @@ def picture(path: Path, result: dict[str, Any]) -> None:
         rows = result[panel]
         if panel == "forwards":
             at = range(len(rows))
-            axis.bar([i - 0.2 for i in at], [row["exact"] for row in rows], 0.4, label="recovery masks")
-            plain = [row["exact, no recovery"] for row in rows]
-            axis.bar([i + 0.2 for i in at], plain, 0.4, label="plain exact mode")
+            for number, name in enumerate(name for name in rows[0] if name.startswith("exact")):
+                place = [i + 0.27 * (number - 1) for i in at]
+                axis.bar(place, [row[name] for row in rows], 0.27, label=name)
             axis.hlines(
                 [row["bar"] for row in rows], [i - 0.4 for i in at], [i + 0.4 for i in at], "k", label="bar"
             )
@@ -205,7 +207,7 @@ def picture(path: Path, result: dict[str, Any]) -> None:
         axis.axhline(1.0, color="grey", linewidth=0.8)
         axis.set_xlabel("batch")
         if panel == "clock":
-            for name in ("exact", "exact, no recovery"):
+            for name in (name for name in rows[0] if name.startswith("exact")):
                 axis.plot(batches, [row[name]["speed_up"] for row in rows], "o-", label=name)
             axis.set_ylabel("speed-up over one-token mode")
             axis.legend()
