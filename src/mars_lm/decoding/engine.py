@@ -35,6 +35,9 @@ _NONE_LEFT = (
     "every token of the vocabulary (or a processor gave no numbers); loosen one of them."
 )
 
+# A shared beginning of fewer tokens is not worth copying, or a step's waiting.
+WORTH_COPYING, WORTH_WAITING = 16, 64
+
 # What `Engine.update` changes of a request.
 LIVE = ("tau", "rule", "block_size", "exact", "recovery", "adaptive")
 
@@ -70,6 +73,7 @@ class GenerationResult:
         accepted_lengths: tokens that each forward committed.
         rejected_drafts: draft tokens that AR did not confirm (exact mode).
         masks: mask tokens that its forwards held, of all groups together.
+        shared_prompt_tokens: tokens of the prompt that another request had prefilled.
         queued_seconds, prefill_seconds, decode_seconds: until it got a row, from there to the first token,
             and from there to the end.
     """
@@ -82,6 +86,7 @@ class GenerationResult:
     accepted_lengths: list[int] = dataclasses.field(default_factory=list)
     rejected_drafts: int = 0
     masks: int = 0
+    shared_prompt_tokens: int = 0
     queued_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -112,6 +117,7 @@ class Engine:
             of the free memory holds.
         prefill_chunk: most prompt tokens in one forward, so that a long prompt does not stall other rows.
         kernels: what runs the model: "auto", "native" or "torch" (`mars_lm.decoding.executors`).
+        share_prefixes: take the beginning of a prompt from a row that has prefilled the same one.
     Attributes:
         max_length: as it turned out.
     """
@@ -124,6 +130,7 @@ class Engine:
         max_length: int | None = None,
         prefill_chunk: int = 512,
         kernels: str = "auto",
+        share_prefixes: bool = True,
     ) -> None:
         model, mars = checkpoint.model, checkpoint.mars
         self.block_size = mars.block_size if mars else 1
@@ -135,7 +142,7 @@ class Engine:
             max_length = min(context, max(_affordable_slots(model) // max_rows - scratch, 2))
         self.max_length = min(max_length, context)
         self.max_rows = max_rows
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk, self._share_prefixes = prefill_chunk, share_prefixes
         self._mask_token_id = mars.mask_token_id if mars else None
         ends = np.array(sorted(end_token_ids(checkpoint)), dtype=np.int64)
         self._ends = ends[ends < self.vocabulary]
@@ -323,14 +330,21 @@ class Engine:
         """Give free rows to the requests that have waited longest."""
         state = self._state
         while self._waiting and not state.active.all():
-            row = int(state.active.argmin())
-            request = self._waiting.popleft()
+            request = self._waiting[0]
+            source, shared = self._shared_prefix(request.prompt_ids)
+            if source is None:
+                return  # its prefix is being prefilled in another row
+            self._waiting.popleft()
+            row = source if shared and not state.active[source] else int(state.active.argmin())
+            if shared and row != source:
+                self._model.cache.copy_prefix(source, row, shared)
+            request.result.shared_prompt_tokens = shared
             settings, length = request.settings, request.prompt_ids.size
             self._row_of[row] = request
             state.active[row] = True
             state.tokens[row, :length] = request.prompt_ids
             state.prompt[row] = state.length[row] = length
-            state.cached[row] = state.drafted[row] = 0
+            state.cached[row], state.drafted[row] = shared, 0
             state.limit[row] = min(length + settings.max_new_tokens, self.max_length)
             self._set_mode(row, settings)
             state.wishes.set(
@@ -343,6 +357,26 @@ class Engine:
             )
             request.started = time.perf_counter()
             request.result.queued_seconds = request.started - request.added
+
+    def _shared_prefix(self, ids: np.ndarray) -> tuple[int | None, int]:
+        """The row whose cache holds the longest beginning of a prompt, and how many tokens of it.
+
+        Rows that have ended keep their entries until another request takes them. (None, 0): a row is just
+        prefilling a much longer beginning, which is worth waiting for.
+        """
+        state = self._state
+        if not self._share_prefixes:
+            return 0, 0
+        head = ids[:-1]  # the last token is fed in any case: its logits are needed
+        same = state.tokens[:, : head.size] == head
+        common = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+        there = np.minimum(common, state.cached)
+        coming = np.where(state.active, np.minimum(common, state.prompt), 0)
+        best = int(there.argmax())
+        shared = int(there[best])
+        if coming.max() - shared >= WORTH_WAITING:
+            return None, 0
+        return best, shared if shared >= WORTH_COPYING else 0
 
     def _set_mode(self, row: int, settings: DecodingSettings) -> None:
         state = self._state
@@ -403,6 +437,7 @@ class Engine:
         self._state.active[row] = False
         if reason == "error" or not request.result.forwards:  # its entries may be no numbers, or nobody knows
             self._model.cache.wipe(row, int(self._state.length[row]) + self._scratch)
+            self._state.cached[row] = 0
 
 
 def generate(

@@ -59,6 +59,9 @@ class Cache(Protocol):
 
     slots: int
 
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give row `target` the first `length` entries of row `source`."""
+
     def wipe(self, row: int, slots: int) -> None:
         """Make a row's first slots harmless for whoever takes the row next."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,8 +19,11 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)  # calloc: untouched pages cost nothing
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    raw = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1))
+    # Huge pages would take 2 MB for the first slot of every layer, row and head.
+    with contextlib.suppress(AttributeError, OSError):
+        raw.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(raw, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 class WindowCache:
@@ -53,6 +57,11 @@ class WindowCache:
             else:
                 flat.index_copy_(0, self._index, new[0].transpose(0, 1))
         return keys, values
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give row `target` the first `length` entries of row `source`."""
+        for buffer in (*self.keys, *self.values):
+            buffer[target, :length] = buffer[source, :length]
 
     def wipe(self, row: int, slots: int) -> None:
         """Zero a row's first slots where they may hold NaN, so that the next request there is not touched."""

@@ -37,7 +37,7 @@ class Rows:
         )  # slot = position; the draft behind the committed
         self.prompt = np.zeros(rows, dtype=np.int64)  # length of the prompt
         self.length = np.zeros(rows, dtype=np.int64)  # n
-        self.cached = np.zeros(rows, dtype=np.int64)  # m
+        self.cached = np.zeros(rows, dtype=np.int64)  # m; of a row that has ended: entries still there
         self.drafted = np.zeros(rows, dtype=np.int64)  # j
         self.limit = np.zeros(rows, dtype=np.int64)  # the n that ends the row
         self.masks = np.zeros(rows, dtype=np.int64)  # masks a group, B - 1; 0 in one-token mode

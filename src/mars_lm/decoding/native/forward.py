@@ -72,6 +72,13 @@ class NativeCache:
         self.keys = [lazy_zeros(key, torch.float32, cpu) for _ in range(layers)]
         self.values = [lazy_zeros(value, torch.float32, cpu) for _ in range(layers)]
 
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Give row `target` the first `length` entries of row `source`."""
+        blocks = -(-length // self.keys[0].shape[-1])  # the last one with slots that nobody will see
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[target, :, :blocks] = keys[source, :, :blocks]
+            values[target, :, :length] = values[source, :, :length]
+
     def wipe(self, row: int, slots: int) -> None:
         """Nothing to do: the kernels never read a slot that a token does not see."""
 
