@@ -7,11 +7,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 DEMO_ARGS ?=
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-vllm lint clean
 
 help:
 	@echo "make demo   set up, fetch the base model, answer a few prompts one and several tokens at a time"
 	@echo "make test   set up, then ruff, mypy and pytest"
+	@echo "make test-vllm  the vLLM plugin against the real vLLM for CPUs, in an environment of its own"
 	@echo "make lint   set up, then ruff and mypy alone"
 	@echo "make clean  remove .venv and the tools' caches"
 
@@ -20,6 +21,10 @@ demo: $(VENV)/.stamp-base
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Minutes the first time; skipped with the reason where vLLM can't be installed.
+test-vllm:
+	PYTHON=$(PYTHON) tests/vllm/run.sh
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
