@@ -38,6 +38,8 @@ _NONE_LEFT = (
 # A shared beginning of fewer tokens is not worth copying, or a step's waiting.
 WORTH_COPYING, WORTH_WAITING = 16, 64
 
+NEVER = 2**40  # tokens
+
 # What `Engine.update` changes of a request.
 LIVE = ("tau", "rule", "block_size", "exact", "recovery", "adaptive")
 
@@ -118,6 +120,10 @@ class Engine:
         prefill_chunk: most prompt tokens in one forward, so that a long prompt does not stall other rows.
         kernels: what runs the model: "auto", "native" or "torch" (`mars_lm.decoding.executors`).
         share_prefixes: take the beginning of a prompt from a row that has prefilled the same one.
+        commit_block: for comparison (SPEC 5). None: an entry stays in the cache as soon as it is right.
+            k: the paper's block-level commit, in which rows fill blocks of k tokens together against a
+            frozen cache, feed a block's tokens again in every forward, and wait for each other at its end.
+            0: no cache, every forward feeds the whole text.
     Attributes:
         max_length: as it turned out.
     """
@@ -131,6 +137,7 @@ class Engine:
         prefill_chunk: int = 512,
         kernels: str = "auto",
         share_prefixes: bool = True,
+        commit_block: int | None = None,
     ) -> None:
         model, mars = checkpoint.model, checkpoint.mars
         self.block_size = mars.block_size if mars else 1
@@ -142,7 +149,13 @@ class Engine:
             max_length = min(context, max(_affordable_slots(model) // max_rows - scratch, 2))
         self.max_length = min(max_length, context)
         self.max_rows = max_rows
-        self._prefill_chunk, self._share_prefixes = prefill_chunk, share_prefixes
+        if commit_block is not None and commit_block < 0:
+            raise MarsError(
+                f"commit_block is {commit_block}, expected 0 (no cache), a block's tokens, or None."
+            )
+        self._commit_block = commit_block
+        self._prefill_chunk = NEVER if commit_block == 0 else prefill_chunk
+        self._share_prefixes = share_prefixes and commit_block != 0
         self._mask_token_id = mars.mask_token_id if mars else None
         ends = np.array(sorted(end_token_ids(checkpoint)), dtype=np.int64)
         self._ends = ends[ends < self.vocabulary]
@@ -252,7 +265,21 @@ class Engine:
         if self._width is not None:
             self._width.cost.learn(len(window.input_ids), time.perf_counter() - begun)
             self._width.learn_drafts(commit.drafted, commit.drafted - commit.rejected)
-        return self._hand_out(commit)
+        outputs = self._hand_out(commit)
+        if self._commit_block is not None:
+            self._hold_back()
+        return outputs
+
+    def _hold_back(self) -> None:
+        """Let the cache grow by whole blocks of all rows together, or not at all."""
+        state, rows = self._state, np.flatnonzero(self._state.active)
+        block = self._commit_block
+        if not block:
+            state.cached[rows] = 0
+            return
+        state.cached[rows] = np.minimum(state.cached[rows], state.fence[rows] - block)
+        if (state.length[rows] >= state.fence[rows]).all():
+            state.fence[rows] += block
 
     def stream(self) -> Iterator[StepOutput]:
         """Step until nothing is left, and give each output as it comes."""
@@ -346,6 +373,7 @@ class Engine:
             state.prompt[row] = state.length[row] = length
             state.cached[row], state.drafted[row] = shared, 0
             state.limit[row] = min(length + settings.max_new_tokens, self.max_length)
+            state.fence[row] = length + (self._commit_block or NEVER)
             self._set_mode(row, settings)
             state.wishes.set(
                 row,

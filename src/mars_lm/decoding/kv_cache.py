@@ -29,8 +29,9 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 class WindowCache:
     """Keys and values of `rows` requests, `slots` each, for every layer.
 
-    Row r holds position s in slot s. Nothing is ever moved: a forward writes its tokens' entries where
-    `write_to` says, and an entry that turns out void is overwritten by the next token at its position.
+    Row r holds position s in slot s. Nothing is moved (a shared prompt's beginning is copied once): a forward
+    writes its tokens' entries where `write_to` says, and an entry that turns out void is overwritten by the
+    next token at its position.
     The model calls `update` as it would on a `transformers.Cache`.
     """
 

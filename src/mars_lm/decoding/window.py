@@ -40,6 +40,7 @@ class Rows:
         self.cached = np.zeros(rows, dtype=np.int64)  # m; of a row that has ended: entries still there
         self.drafted = np.zeros(rows, dtype=np.int64)  # j
         self.limit = np.zeros(rows, dtype=np.int64)  # the n that ends the row
+        self.fence = np.zeros(rows, dtype=np.int64)  # the n that the row may not pass for now
         self.masks = np.zeros(rows, dtype=np.int64)  # masks a group, B - 1; 0 in one-token mode
         self.exact = np.zeros(rows, dtype=bool)
         self.recovery = np.zeros(rows, dtype=bool)
@@ -100,7 +101,7 @@ def lay_out(
         prefill_chunk: the most prompt tokens of all rows together; rows that get none wait.
         width: says how many of the masks that could be placed are; None: all.
     """
-    rows = np.flatnonzero(state.active)
+    rows = np.flatnonzero(state.active & (state.length < state.fence))
     pending = state.length[rows] - state.cached[rows]
     if pending.sum() > prefill_chunk:  # rows that decode are always served; prompts share the chunk in order
         prefill = np.where(state.cached[rows] < state.prompt[rows], pending, 0)
@@ -114,7 +115,8 @@ def lay_out(
     # drafts what follows n+k, and in exact mode the last token of the budget is AR's, never a draft.
     prefix = np.arange(j.max(initial=0) + 1)
     exact = state.exact[rows]
-    room = state.limit[rows, None] - n[:, None] - prefix - 1 - exact[:, None]
+    end = np.minimum(state.limit, state.fence)[rows]
+    room = end[:, None] - n[:, None] - prefix - 1 - exact[:, None]
     behind = (prefix == j[:, None]) | (state.recovery[rows, None] & (prefix < j[:, None]))
     groups = np.where(behind & ends[:, None], np.clip(state.masks[rows, None], 0, np.maximum(room, 0)), 0)
 
@@ -171,7 +173,7 @@ class Decoder:
         pick = np.flatnonzero(window.ends)
         rows = window.rows[pick]
         n, j = state.length[rows], state.drafted[rows]
-        exact, limit = state.exact[rows], state.limit[rows]
+        exact, limit = state.exact[rows], np.minimum(state.limit, state.fence)[rows]
         groups = window.groups[pick]
 
         # AR candidates behind every prefix of the draft, c_0 .. c_j.
@@ -234,7 +236,7 @@ class Decoder:
         state.tokens[np.repeat(rows, drafted), (length[:, None] + np.arange(guesses.shape[1]))[chosen]] = (
             guesses[chosen]
         )
-        full = (length >= limit) & ~stopped
+        full = (length >= state.limit[rows]) & ~stopped
         logprobs = {}
         for i in np.flatnonzero(state.wishes.logprobs[rows] >= 0).tolist():
             own = np.arange(count[i])
