@@ -98,7 +98,7 @@ def clock(args: Any, loaded: checkpoints.Checkpoint, exact: DecodingSettings) ->
     rows = []
     for batch in args.batches:
         ids = prompt_ids(loaded, load_prompts(args.data, "gsm8k", batch, args.seed))
-        engine = Engine(loaded, max_rows=batch)
+        engine = Engine(loaded, max_rows=batch, share_prefixes=False)  # turns repeat prompts
         counts: dict[str, tuple[int, int]] = {}
 
         def run(name: str, settings: DecodingSettings) -> None:
@@ -135,7 +135,7 @@ def against_transformers(args: Any, loaded: checkpoints.Checkpoint) -> list[dict
         ids = prompt_ids(loaded, load_prompts(args.data, "gsm8k", batch, args.seed))
         budget = args.max_new_tokens
         settings = DecodingSettings(tau=1.0, max_new_tokens=budget)
-        engine = Engine(loaded, max_rows=batch)
+        engine = Engine(loaded, max_rows=batch, share_prefixes=False)  # turns repeat prompts
         tokens: dict[str, int] = {}
 
         def ours() -> None:
