@@ -14,12 +14,13 @@ import numpy as np
 _MEMORY = 20  # a bucket's average follows the last so many steps
 _STALL = 4.0  # a step that took so many times what was expected met something else than its tokens
 _BETTER = 1.03  # a width must promise so much more than the one in use
+_ENOUGH = 3  # so many steps tell what steps of a size cost
 _FIRST_SLOPE = 1 / 16  # before anything is known: so many tokens more double a step
 _PROBE_EVERY, _PROBE_STEPS = 512, 8  # with no masks in use, one request carries some for a few steps
 
 
 class StepCost:
-    """Seconds of a step by the tokens that it feeds: a line through the averages seen, rising."""
+    """Seconds of a step by the tokens that it feeds: along the averages seen, and beyond them by their slope."""
 
     def __init__(self) -> None:
         self._buckets: dict[
@@ -28,25 +29,34 @@ class StepCost:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """One step that only decoded."""
-        if self._buckets and seconds > _STALL * self.of(tokens):
-            return
-        bucket = round(2 * math.log2(tokens))
+        bucket = _bucket(tokens)
         x, y, n = self._buckets.get(bucket, (0.0, 0.0, 0))
+        if n and seconds > _STALL * y:
+            return
         share = 1 / min(n + 1, _MEMORY)
         self._buckets[bucket] = (x + share * (tokens - x), y + share * (seconds - y), n + 1)
 
+    def knows(self, tokens: int) -> bool:
+        """Whether steps of about so many tokens were seen often enough."""
+        return self._buckets.get(_bucket(tokens), (0.0, 0.0, 0))[2] >= _ENOUGH
+
     def of(self, tokens: float) -> float:
         """Expected seconds of a step; 1 + tokens / 16 of an unknown unit before the first was seen."""
-        known = np.array([(x, y, min(n, _MEMORY)) for x, y, n in self._buckets.values()])
-        if not len(known):
+        if not self._buckets:
             return 1 + _FIRST_SLOPE * tokens
-        x, y, n = known.T
-        mean_x, mean_y = np.average(x, weights=n), np.average(y, weights=n)
-        spread = np.average((x - mean_x) ** 2, weights=n)
-        first = mean_y * _FIRST_SLOPE / (1 + _FIRST_SLOPE * mean_x)
-        slope = np.average((x - mean_x) * (y - mean_y), weights=n) / spread if spread > 0.25 else first
-        slope = min(max(slope, 0.0), mean_y / mean_x)  # from "free" to "each token costs the same"
-        return float(mean_y + slope * (tokens - mean_x))
+        x, y = np.array(sorted((x, y) for x, y, _ in self._buckets.values())).T
+        y = np.maximum.accumulate(y)  # more tokens never cost less, whatever the noise says
+        if x[0] <= tokens <= x[-1]:
+            return float(np.interp(tokens, x, y))
+        end = 0 if tokens < x[0] else -1
+        slope = (
+            (y[-1] - y[0]) / (x[-1] - x[0]) if len(x) > 1 else y[0] * _FIRST_SLOPE / (1 + _FIRST_SLOPE * x[0])
+        )
+        return float(max(y[end] + slope * (tokens - x[end]), 0.1 * y[end]))
+
+
+def _bucket(tokens: int) -> int:
+    return round(2 * math.log2(tokens))
 
 
 class WidthController:
@@ -73,6 +83,8 @@ class WidthController:
 
     def width(self, exact: bool, requests: int) -> int:
         """The number of masks that promises the most tokens per second with so many requests in a step."""
+        if not self.cost.knows(requests):
+            return 0  # first what AR costs at this load: everything is measured against it
         rates = [self._rate(exact, w, requests) for w in range(self.widest + 1)]
         best = int(np.argmax(rates))
         if rates[best] > _BETTER * rates[self._in_use[exact]]:
