@@ -11,9 +11,11 @@
  * Arithmetic is float32; weights are float32 or bfloat16. V floats make a vector. Shapes are row-major.
  */
 #include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
-#include <omp.h>
 
 #if defined(__AVX512F__)
 #define V 16
@@ -34,6 +36,27 @@ static inline vf load_f32(const void *w, int64_t i) { return *(const vf *)((cons
 static inline vf load_bf16(const void *w, int64_t i) {
   vh half = *(const vh *)((const uint16_t *)w + i);
   return (vf)(__builtin_convertvector(half, vu) << 16);
+}
+
+/* ---- threads ----------------------------------------------------------------------------------------- */
+
+/* OpenMP's own barrier spins for a millisecond before it lets go of the core. Where another process has taken a
+ * core, that is the core that the missing thread needs, at each of a forward's 240 barriers. */
+#define SPINS 2000
+
+typedef struct {
+  atomic_long arrived, phase;
+} Barrier;
+
+static void meet(Barrier *barrier) {
+  long phase = atomic_load(&barrier->phase);
+  if (atomic_fetch_add(&barrier->arrived, 1) == omp_get_num_threads() - 1) {
+    atomic_store(&barrier->arrived, 0);
+    atomic_fetch_add(&barrier->phase, 1);
+    return;
+  }
+  for (long spins = 0; atomic_load(&barrier->phase) == phase; spins++)
+    if (spins > SPINS) sched_yield();
 }
 
 /* ---- products ---------------------------------------------------------------------------------------- */
@@ -140,10 +163,11 @@ static void panel(const Linear *linear, int bf16, const float *x, int64_t tokens
 
 /* y[tokens][n] = x[tokens][k] W; by all threads of the region that calls it. */
 static void linear(const Linear *linear, int bf16, const float *x, int64_t tokens, float *y, int64_t ldy,
-                   int mode, float *wide) {
+                   int mode, float *wide, Barrier *barrier) {
   int64_t panels = (linear->n + PANEL - 1) / PANEL;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
   for (int64_t i = 0; i < panels; i++) panel(linear, bf16, x, tokens, i, y, ldy, mode, wide);
+  meet(barrier);
 }
 
 /* ---- what stands between them ------------------------------------------------------------------------ */
@@ -305,8 +329,9 @@ int64_t mars_model_bytes(void) { return sizeof(Model) + sizeof(Layer); } /* to c
 /* y[tokens][n] = x[tokens][k] W; wide: [threads][k][PANEL]. */
 void mars_linear(const Linear *w, int64_t bf16, const float *x, int64_t tokens, float *y, float *wide,
                  int64_t threads) {
+  Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
-  linear(w, bf16, x, tokens, y, w->n, STORE, wide + omp_get_thread_num() * w->k * PANEL);
+  linear(w, bf16, x, tokens, y, w->n, STORE, wide + omp_get_thread_num() * w->k * PANEL, &barrier);
 }
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
@@ -318,31 +343,36 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
   int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, kv_heads = model->kv_heads;
   int64_t groups = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
   int bf16 = (int)model->bf16;
+  Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
   {
     float *scratch = own + omp_get_thread_num() * own_size;
     for (int64_t l = 0; l < model->layers; l++) {
       const Layer *layer = &model->layer[l];
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
       for (int64_t t = 0; t < tokens; t++)
         rms_norm(x + t * hidden, layer->norm_attention, hidden, model->eps, normed + t * hidden);
-      linear(&layer->qkv, bf16, normed, tokens, qkv, width, STORE, scratch);
-#pragma omp for schedule(static)
+      meet(&barrier);
+      linear(&layer->qkv, bf16, normed, tokens, qkv, width, STORE, scratch, &barrier);
+#pragma omp for schedule(static) nowait
       for (int64_t t = 0; t < tokens; t++) store(model, layer, feed, t, qkv + t * width);
-#pragma omp for schedule(dynamic)
+      meet(&barrier);
+#pragma omp for schedule(dynamic) nowait
       for (int64_t i = 0; i < tokens * kv_heads; i++) {
         int64_t t = i / kv_heads, h = i % kv_heads, base = (feed->row[t] * kv_heads + h) * model->slots * dim;
         attend(model, groups, qkv + t * width + h * groups * dim, layer->keys + base, layer->values + base,
                feed->before[t], feed->from[t], feed->slot[t], scratch, mixed + i * groups * dim);
       }
-      linear(&layer->out, bf16, mixed, tokens, x, hidden, ADD, scratch);
-#pragma omp for schedule(static)
+      meet(&barrier);
+      linear(&layer->out, bf16, mixed, tokens, x, hidden, ADD, scratch, &barrier);
+#pragma omp for schedule(static) nowait
       for (int64_t t = 0; t < tokens; t++)
         rms_norm(x + t * hidden, layer->norm_mlp, hidden, model->eps, normed + t * hidden);
-      linear(&layer->gate_up, bf16, normed, tokens, mlp, model->intermediate, SWIGLU, scratch);
-      linear(&layer->down, bf16, mlp, tokens, x, hidden, ADD, scratch);
+      meet(&barrier);
+      linear(&layer->gate_up, bf16, normed, tokens, mlp, model->intermediate, SWIGLU, scratch, &barrier);
+      linear(&layer->down, bf16, mlp, tokens, x, hidden, ADD, scratch, &barrier);
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
       rms_norm(x + t * hidden, model->norm_final, hidden, model->eps, x + t * hidden);
   }
