@@ -20,7 +20,7 @@ _PROBE_EVERY, _PROBE_STEPS = 512, 8  # with no masks in use, one request carries
 
 
 class StepCost:
-    """Seconds of a step by the tokens that it feeds: along the averages seen, and beyond them by their slope."""
+    """Seconds of a step by the tokens that it feeds: along the averages seen, beyond them by their slope."""
 
     def __init__(self) -> None:
         self._buckets: dict[
