@@ -34,7 +34,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "mars lossy 0.95": {"mars": {"exact": False, "tau": 0.95}},
     "mars exact, fixed width": {"mars": {"exact": True, "adaptive": False}},
     "mars lossy 0.95, fixed width": {"mars": {"exact": False, "tau": 0.95, "adaptive": False}},
-    "own engine exact": {"engine": {"exact": True, "recovery": False}},
+    "own engine exact": {"engine": {"exact": True}},
+    "own engine exact, fixed width": {"engine": {"exact": True, "recovery": False, "adaptive": False}},
     "own engine lossy 0.95": {"engine": {"exact": False, "tau": 0.95}},
 }
 FIRST = "vllm"
