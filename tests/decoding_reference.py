@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,8 +27,8 @@ def biased(checkpoint: Checkpoint, tokens: Sequence[int] = (7, 8, 9, 11), gain: 
     return checkpoint
 
 
-def hf_greedy(checkpoint: Checkpoint, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """What transformers' greedy search answers, the mask token suppressed."""
+def hf_greedy(checkpoint: Checkpoint, prompt: list[int], max_new_tokens: int, **arguments: Any) -> list[int]:
+    """What transformers' greedy search answers, the mask token suppressed; `arguments` are for `generate`."""
     assert checkpoint.mars is not None
     output = checkpoint.model.generate(
         torch.tensor([prompt]),
@@ -37,6 +38,7 @@ def hf_greedy(checkpoint: Checkpoint, prompt: list[int], max_new_tokens: int) ->
         pad_token_id=0,
         eos_token_id=sorted(end_token_ids(checkpoint)),
         suppress_tokens=[checkpoint.mars.mask_token_id],
+        **arguments,
     )
     return output[0, len(prompt) :].tolist()
 

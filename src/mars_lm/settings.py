@@ -243,6 +243,18 @@ class DecodingSettings:
         return (self.rule == "probability" and self.tau >= 1) or self.block_size == 1
 
 
+def check_block_size(block_size: int | None, trained: int) -> None:
+    """A request's B against the one that the checkpoint was trained with; None stands for that one.
+
+    Raises:
+        MarsError: it is more.
+    """
+    _require(
+        block_size is None or block_size <= trained,
+        f"block_size is {block_size} and the checkpoint was trained with {trained}: use {trained} or less.",
+    )
+
+
 def default_tau(rule: Rule, *, exact: bool) -> float:
     """A tau where none is named.
 

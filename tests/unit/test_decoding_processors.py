@@ -12,8 +12,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from decoding_reference import biased
-from mars_lm.checkpoint import end_token_ids
+from decoding_reference import biased, hf_greedy
 from mars_lm.decoding import Engine, generate
 from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
@@ -49,17 +48,7 @@ def checkpoint():
 
 
 def transformers_says(checkpoint, prompt, processors, max_new_tokens=24):
-    output = checkpoint.model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=sorted(end_token_ids(checkpoint)),
-        suppress_tokens=[checkpoint.mars.mask_token_id],
-        logits_processor=LogitsProcessorList(processors),
-    )
-    return output[0, len(prompt) :].tolist()
+    return hf_greedy(checkpoint, prompt, max_new_tokens, logits_processor=LogitsProcessorList(processors))
 
 
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=list(PROCESSORS))

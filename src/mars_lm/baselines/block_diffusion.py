@@ -16,6 +16,7 @@ from mars_lm.baselines.forward import Request, RowsDecoder, RowsForward, Run
 from mars_lm.checkpoint import Checkpoint
 from mars_lm.decoding.acceptance import MEASURES
 from mars_lm.errors import MarsError
+from mars_lm.settings import check_block_size
 
 
 @dataclasses.dataclass
@@ -113,9 +114,5 @@ class BlockDiffusionDecoder(RowsDecoder):
 
     def _size(self, request: Request) -> int:
         size = request.settings.block_size or self.trained
-        if size > self.trained:
-            raise MarsError(
-                f"block_size is {size} and the checkpoint was trained with {self.trained}: use "
-                f"{self.trained} or less."
-            )
+        check_block_size(size, self.trained)
         return size

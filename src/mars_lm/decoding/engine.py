@@ -22,7 +22,7 @@ from mars_lm.decoding.width import AdaptiveWidth, forward_cost
 from mars_lm.decoding.window import Commit, Decoder, Rows, TokenLogprob, lay_out
 from mars_lm.errors import MarsError
 from mars_lm.prompts import end_token_ids
-from mars_lm.settings import DecodingSettings
+from mars_lm.settings import DecodingSettings, check_block_size
 
 if TYPE_CHECKING:
     from mars_lm.checkpoint import Checkpoint
@@ -347,11 +347,7 @@ class Engine:
                 "This model was not trained for MARS decoding (its config.json has no 'mars' key): decode it "
                 "with tau 1, or use a MARS checkpoint."
             )
-        if settings.block_size is not None and settings.block_size > self.block_size:
-            raise MarsError(
-                f"block_size is {settings.block_size} and the checkpoint was trained with {self.block_size}: "
-                f"use {self.block_size} or less."
-            )
+        check_block_size(settings.block_size, self.block_size)
 
     def _admit(self) -> None:
         """Give free rows to the requests that have waited longest."""

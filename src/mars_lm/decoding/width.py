@@ -32,10 +32,8 @@ class ForwardCost:
 
     def __init__(self, seconds: dict[int, float]) -> None:
         sizes = sorted(seconds)
-        self.tokens = np.array(
-            [s * k // 4 for s in (4, 8, 16, 32, 64, 128, 256, 512, 1024) for k in (1, 1.5)]
-        )
-        self.tokens = np.unique(self.tokens).astype(np.float64)
+        # 1, 2, 3, 4, 6, 8, 12, … 384
+        self.tokens = np.array([1.0, *(2.0**i * k for i in range(1, 9) for k in (1, 1.5))])
         known = np.array([seconds[size] for size in sizes])
         # Past the largest measured size the last slope goes on.
         slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0

@@ -183,7 +183,7 @@ class Decoder:
         if together:  # a row's logits are behind each other: one product, of which both stages take theirs
             every = self._logits(hidden, last - j, runs)
             shift = np.cumsum(runs) - runs - (last - j)
-            first = every[_spans(last - j + shift, j + 1).to(every.device)]
+            first = every[torch.from_numpy(spans(last - j + shift, j + 1)).to(every.device)]
         else:
             first = self._logits(hidden, last - j, j + 1)
         candidates, finite = self._behind_draft(state, rows, j, first)
@@ -196,7 +196,7 @@ class Decoder:
         size = groups[which, agreed]
         begin = last + 1 + (np.cumsum(groups, axis=1) - groups)[which, agreed]
         if together:
-            logits = every[_spans(begin + shift, size).to(every.device)]
+            logits = every[torch.from_numpy(spans(begin + shift, size)).to(every.device)]
         else:
             logits = self._logits(hidden, begin, size)
         guesses, finite = self._guesses(state, rows, agreed, candidates, size, logits)
@@ -254,7 +254,8 @@ class Decoder:
         """float32 logits [M, V] of `size` tokens of each row from flat index `begin`, row by row."""
         if not size.any():
             return hidden.new_zeros(0, 1)
-        logits = self.model.logits(hidden.index_select(0, _spans(begin, size).to(hidden.device)))
+        place = torch.from_numpy(spans(begin, size)).to(hidden.device)
+        logits = self.model.logits(hidden.index_select(0, place))
         if self.mask_token_id is not None:
             logits[:, self.mask_token_id] = -torch.inf
         return logits
@@ -321,10 +322,10 @@ def _logprobs(logits: Tensor, tokens: Ints, k: int) -> list[TokenLogprob]:
     return [TokenLogprob(*entry) for entry in zip(tokens.tolist(), own, top, strict=True)]
 
 
-def _spans(begin: Ints, size: Ints) -> Tensor:
+def spans(begin: Ints, size: Ints) -> Ints:
     """int64 [sum of size]: begin_r, begin_r + 1, … of each row, one row behind the other."""
     column = np.arange(int(size.max(initial=0)))
-    return torch.from_numpy((begin[:, None] + column)[column < size[:, None]])
+    return (begin[:, None] + column)[column < size[:, None]]
 
 
 def _ragged(tokens: Ints, rows: Ints, begin: Ints, width: int) -> Ints:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mars_lm.errors import MarsError
-from mars_lm.settings import DecodingSettings, Rule, default_tau
+from mars_lm.settings import DecodingSettings, Rule, check_block_size, default_tau
 
 logger = logging.getLogger("mars_lm.serving")
 
@@ -108,11 +108,8 @@ class Knob:
                     "This model was not trained for MARS decoding: its only setting is tau 1 with the rule "
                     "'probability'."
                 )
-        elif defaults.block_size is not None and defaults.block_size > self.trained_block_size:
-            raise MarsError(
-                f"block_size is {defaults.block_size} and the checkpoint was trained with "
-                f"{self.trained_block_size}: use {self.trained_block_size} or less."
-            )
+        else:
+            check_block_size(defaults.block_size, self.trained_block_size)
         return defaults
 
 

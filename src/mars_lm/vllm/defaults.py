@@ -12,7 +12,7 @@ from typing import Any
 
 from mars_lm.errors import MarsError
 from mars_lm.serving.knob import FIELDS, Defaults, Knob
-from mars_lm.settings import RULES, DecodingSettings, MarsSettings, decoding_settings
+from mars_lm.settings import RULES, DecodingSettings, MarsSettings, check_block_size, decoding_settings
 
 logger = logging.getLogger("vllm.mars_lm")
 
@@ -102,12 +102,8 @@ def resolve(knob: Knob, extra_args: Mapping[str, Any] | None) -> DecodingSetting
         MarsError: a value is out of range, or more than the checkpoint was trained for.
     """
     settings = DecodingSettings(**knob.resolve(chosen(extra_args)))
-    trained = knob.trained_block_size
-    if trained is not None and (settings.block_size or 0) > trained:
-        raise MarsError(
-            f"block_size is {settings.block_size} and the checkpoint was trained with {trained}: "
-            f"use {trained} or less."
-        )
+    if knob.trained_block_size is not None:
+        check_block_size(settings.block_size, knob.trained_block_size)
     return settings
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mars_lm.decoding.window import spans
+
 Ints = np.ndarray
 
 
@@ -73,9 +75,3 @@ class Layout:
         """Indices of the drafts in vLLM's flat list of all tokens that it verifies."""
         fed = self.drafts + self.masks
         return spans(np.cumsum(fed) - fed, self.drafts)
-
-
-def spans(begin: Ints, size: Ints) -> Ints:
-    """begin_r, begin_r + 1, … of each row, one row behind the other."""
-    column = np.arange(int(size.max(initial=0)))
-    return (begin[:, None] + column)[column < size[:, None]]

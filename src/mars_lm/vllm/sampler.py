@@ -19,7 +19,8 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from mars_lm.decoding.acceptance import accepted_run, passes
 from mars_lm.decoding.verification import agreeing_prefix
-from mars_lm.vllm.plan import Ints, Layout, MaskGroup, StepPlan, spans
+from mars_lm.decoding.window import spans
+from mars_lm.vllm.plan import Ints, Layout, MaskGroup, StepPlan
 
 
 class MarsSampler(RejectionSampler):

@@ -92,6 +92,7 @@ class _Packed:
         self.bf16 = model.dtype == torch.bfloat16
         self.dtype = model.dtype
         self.kept: list[Tensor] = []  # what the structs point to
+        self.checked = False  # against transformers' own forward
         self.intermediate = -(-config.intermediate_size // vector) * vector
         self.layers = [self._layer(layer) for layer in model.base_model.layers]
         self.norm = self._vector(model.base_model.norm.weight)
@@ -220,7 +221,9 @@ class NativeForward:
         self._threads = _threads(weights.intermediate * config.hidden_size)
         self._scratch: list[Tensor] = []
         self._own = torch.empty(0)
-        self._check_result()
+        if not weights.checked:
+            self._check_result()
+            weights.checked = True
 
     def hidden(self, feed: Feed) -> Tensor:
         """Run the layers, write the tokens' keys and values: the last hidden states, float32 [N, hidden]."""
