@@ -27,7 +27,9 @@ def trained(made: Checkpoint, *, seed: int = 0, rank: int = 3, **lora: Any) -> A
     values = {"r": rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
     if made.mars is not None:
         values["trainable_token_indices"] = [made.mars.mask_token_id]
-    peft_model = get_peft_model(made.model, LoraConfig(**values))
+    with torch.random.fork_rng(devices=[]):  # PEFT draws its first weights from the global generator
+        torch.manual_seed(seed)
+        peft_model = get_peft_model(made.model, LoraConfig(**values))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in peft_model.parameters():
