@@ -180,7 +180,7 @@ class NaiveLoop:
             targets = clean.detach().softmax(dim=-1)[streams.pair]
         cross_entropy = torch.nn.functional.cross_entropy
         loss = cross_entropy(clean, streams.clean_target, reduction="sum")
-        loss = (loss + cross_entropy(noisy, targets, reduction="sum")) / len(clean)
+        loss = (loss + cross_entropy(noisy, targets, reduction="sum") / self.phases) / len(clean)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.optimizer.step()

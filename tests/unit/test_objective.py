@@ -52,7 +52,7 @@ def naive(hidden, head, streams, objective, scale=1.0):
     else:
         teacher = clean.detach().exp()[streams.pair]
         noisy_loss = -(teacher * noisy).sum()
-    parts = objective.ar_weight * clean_loss + objective.mask_weight * noisy_loss
+    parts = objective.ar_weight * clean_loss + objective.mask_weight * noisy_loss / objective.phases
     return parts / COUNT, clean, noisy
 
 
@@ -267,6 +267,7 @@ def test_ar_share_of_the_other_presets():
         preset("mars-no-sft-loss").ar_share(0, 10, 4) == 0
     )  # window: no noisy prediction sees clean tokens only
     assert Objective(ar_weight=0.5, mask_weight=2.0).ar_share(4, 3) == pytest.approx(2 / 8)
+    assert Objective(phases=2).ar_share(4, 6) == pytest.approx(4 / 7)
     assert preset("mars").ar_share(0, 0) == 1
 
 

@@ -33,7 +33,8 @@ class Objective:
         mask_loss: `ce` (the data's token) or `kd` (the clean stream's own distribution, detached).
         ar_weight: α, the weight of the clean loss; 0 leaves it out.
         mask_weight: w, the weight of each noisy prediction; 0 leaves the noisy stream out.
-        phases: how many noisy streams share one clean one (`streams.build`).
+        phases: how many noisy streams share one clean one (`streams.build`); the loss is their mean, so that
+            more of them make it steadier and leave its balance, and the AR share, as they are.
         gaps: the gaps to AR that stay open.
     Raises:
         MarsError: a value is outside its range, or nothing is left to train on.
@@ -72,6 +73,11 @@ class Objective:
         """Whether there is a noisy stream at all."""
         return self.mask_weight > 0
 
+    @property
+    def noisy_weight(self) -> float:
+        """The weight of a prediction in one of the noisy streams: w, shared among them."""
+        return self.mask_weight / self.phases
+
     def ar_share(self, clean_targets: int, noisy_targets: int, block_starts: int = 0) -> float:
         """Weight of the predictions that see only clean tokens, over the weight of all (SPEC 2).
 
@@ -83,8 +89,8 @@ class Objective:
         """
         ar = self.ar_weight * clean_targets
         if self.layout == "paper":
-            ar += self.mask_weight * block_starts
-        total = self.ar_weight * clean_targets + self.mask_weight * noisy_targets
+            ar += self.noisy_weight * block_starts
+        total = self.ar_weight * clean_targets + self.noisy_weight * noisy_targets
         return ar / total if total else 1.0
 
 
@@ -295,7 +301,7 @@ class _ChunkedLoss(torch.autograd.Function):
                         noisy_grad -= clean_grad[mate]
                     else:
                         _subtract_one(noisy_grad, noisy_target, first)
-                    give_back(noisy_grad, noisy_index, noisy_chunk, first, last, objective.mask_weight)
+                    give_back(noisy_grad, noisy_index, noisy_chunk, first, last, objective.noisy_weight)
                 if need_clean:
                     assert clean_grad is not None
                     _subtract_one(clean_grad, target, first)
@@ -305,7 +311,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.count = count
         ctx.mark_non_differentiable(clean_sum, noisy_sum, seen, right, agreeing)
-        loss = (objective.ar_weight * clean_sum + objective.mask_weight * noisy_sum) / count
+        loss = (objective.ar_weight * clean_sum + objective.noisy_weight * noisy_sum) / count
         return loss, clean_sum, noisy_sum, seen, right, agreeing
 
     @staticmethod

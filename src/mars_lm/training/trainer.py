@@ -60,7 +60,7 @@ class MarsConfig(trl.SFTConfig):
         default=1,
         metadata={
             "help": "How many noisy streams share one clean one, at phases that lie block_size/phases apart: "
-            "more masks learn from each pass over a text. mask_weight 1/phases keeps the losses' balance."
+            "more masks learn from each pass over a text. The loss is their mean."
         },
     )
     gap_masking: str = dataclasses.field(default="all", metadata={"help": "all or random (SPEC 1)."})
@@ -473,7 +473,7 @@ class MarsTrainer(trl.SFTTrainer):
             else:
                 weighted = (
                     self.objective.ar_weight * totals["clean_sum"]
-                    + self.objective.mask_weight * totals["noisy_sum"]
+                    + self.objective.noisy_weight * totals["noisy_sum"]
                 )
                 logs[named] = float(weighted / totals["supervised"].clamp(min=1))
         super().log(logs, start_time)
