@@ -19,6 +19,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.fixture(autouse=True)
+def masks_cost_nothing(monkeypatch):
+    """Every mask pays, whatever the machine is doing: tests count forwards. A test may set its own cost."""
+    import mars_lm.decoding.engine as engine
+    from mars_lm.decoding.width import ForwardCost
+
+    class Flat(ForwardCost):
+        def learn(self, tokens: int, seconds: float) -> None:
+            pass
+
+    monkeypatch.setattr(engine, "forward_cost", lambda *_: Flat({1: 1.0, 8: 1.0, 32: 1.0}))
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The real SmolLM2-135M-Instruct weights, fetched once; where they cannot be had, tests skip."""

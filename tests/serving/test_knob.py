@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -38,7 +39,8 @@ def settings(server: Any, changes: dict[str, Any] | None = None, key: str | None
 
 def test_a_request_follows_the_defaults_but_for_what_it_chose():
     knob = Knob(EXACT, 4)
-    assert knob.resolve({}) == {"tau": 0.0, "rule": "probability", "block_size": None, "exact": True}
+    assert knob.resolve({}) == dataclasses.asdict(EXACT)
+    assert not knob.resolve({"adaptive": False})["adaptive"]
     knob.change("admin", {"exact": False})
     # A tau that lets every draft be verified would accept every draft unverified.
     assert knob.defaults.tau == 0.95

@@ -94,6 +94,36 @@ def test_lossy_mode_takes_what_it_drafts(folder, expected):
     assert CLOSING.match(done.err).group(2) == str(result.forwards)
 
 
+def test_sampling_draws_by_its_seed_and_stays_within_its_filters(folder, expected):
+    def drawn(*more):
+        return run_mars(*arguments(folder, "hello", *more)).out.rstrip("\n")
+
+    text, _ = expected(user("hello"), temperature=0.9, top_p=0.95, seed=5, max_new_tokens=24)
+    greedy, _ = expected(user("hello"), max_new_tokens=24)
+    assert text != greedy
+    assert drawn("--temperature", 0.9, "--top-p", 0.95, "--seed", 5) == text.rstrip("\n")
+    assert drawn("--temperature", 0.9, "--top-p", 0.95, "--seed", 6) != text.rstrip("\n")
+    assert drawn("--temperature", 3, "--top-k", 1, "--seed", 5) == greedy.rstrip("\n")
+    assert drawn("--temperature", 3, "--min-p", 1, "--seed", 5) == greedy.rstrip("\n")
+
+
+def test_all_masks_or_those_that_pay(folder, monkeypatch):
+    from mars_lm.decoding import engine
+    from mars_lm.decoding.width import ForwardCost
+
+    class Steep(ForwardCost):  # a mask costs as much as a token of its own, and never pays
+        def learn(self, tokens, seconds):
+            pass
+
+    monkeypatch.setattr(engine, "forward_cost", lambda *_: Steep({1: 1.0, 8: 80.0, 32: 999.0}))
+    narrow, wide = (
+        CLOSING.match(run_mars(*arguments(folder, "hello", flag)).err).groups()
+        for flag in ("--adaptive", "--all-masks")
+    )
+    assert narrow[0] == wide[0]
+    assert int(narrow[1]) > int(wide[1])
+
+
 @pytest.mark.parametrize("piped", ["hello", "hello\n", "hello\r\n"])
 def test_the_prompt_from_stdin(folder, piped):
     assert run_mars(*arguments(folder), stdin=piped).out == run_mars(*arguments(folder, "hello")).out

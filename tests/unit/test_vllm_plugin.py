@@ -54,8 +54,12 @@ class TestSettings:
         mine = resolve(knob, {"tau": 0.5, "block_size": 2.0, "exact": "false", "other": 1})
         assert (mine.tau, mine.block_size, mine.exact) == (0.5, 2, False)
         assert resolve(knob, {"exact": 1}).tau == 0  # exact mode's own default
+        assert mine.adaptive
+        assert not resolve(knob, {"adaptive": 0}).adaptive
 
-    @pytest.mark.parametrize("extra", [{"tau": 3}, {"exact": "maybe"}, {"block_size": 9}, {"rule": "best"}])
+    @pytest.mark.parametrize(
+        "extra", [{"tau": 3}, {"exact": "maybe"}, {"adaptive": 2}, {"block_size": 9}, {"rule": "best"}]
+    )
     def test_what_makes_no_sense_is_refused(self, extra: dict[str, Any]) -> None:
         with pytest.raises(MarsError):
             resolve(make_knob(MARS, {}), extra)

@@ -34,7 +34,12 @@ def chat(
     tau: options.Tau = None,
     rule: options.DraftRule = None,
     block_size: options.BlockSize = None,
+    adaptive: options.Adaptive = None,
     max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     seed: options.Seed = None,
     system: options.System = None,
     # Means nothing here; scripts give both commands the same flags.
@@ -46,7 +51,17 @@ def chat(
     Where stdin is a pipe, each of its lines is a message.
     """
     named = options.asked(
-        exact=exact, tau=tau, rule=rule, block_size=block_size, max_new_tokens=max_new_tokens, seed=seed
+        exact=exact,
+        tau=tau,
+        rule=rule,
+        block_size=block_size,
+        adaptive=adaptive,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
     )
     terminal = Terminal(no_color=no_color)
     checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal)

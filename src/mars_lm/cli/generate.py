@@ -33,7 +33,12 @@ def generate(
     tau: options.Tau = None,
     rule: options.DraftRule = None,
     block_size: options.BlockSize = None,
+    adaptive: options.Adaptive = None,
     max_new_tokens: options.MaxNewTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     seed: options.Seed = None,
     system: options.System = None,
     raw: Annotated[
@@ -66,7 +71,17 @@ def generate(
     In a terminal, tokens that came in one forward share a colour. In a pipe, stdout is the text alone.
     """
     named = options.asked(
-        exact=exact, tau=tau, rule=rule, block_size=block_size, max_new_tokens=max_new_tokens, seed=seed
+        exact=exact,
+        tau=tau,
+        rule=rule,
+        block_size=block_size,
+        adaptive=adaptive,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
     )
     terminal = Terminal(no_color=no_color)
     if input is None and output is not None:

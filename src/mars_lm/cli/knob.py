@@ -23,6 +23,7 @@ def knob(
     rule: options.DraftRule = None,
     block_size: options.BlockSize = None,
     exact: options.Exact = None,
+    adaptive: options.Adaptive = None,
     controller: Annotated[
         bool | None,
         typer.Option(
@@ -41,7 +42,14 @@ def knob(
 
     In force at the next forward of requests that did not choose their own; nothing is dropped or restarted.
     """
-    named = {"tau": tau, "rule": rule, "block_size": block_size, "exact": exact, "controller": controller}
+    named = {
+        "tau": tau,
+        "rule": rule,
+        "block_size": block_size,
+        "exact": exact,
+        "adaptive": adaptive,
+        "controller": controller,
+    }
     changes = {name: value for name, value in named.items() if value is not None}
     settings = _ask(url, _key(admin_key_file), changes)
     for name, value in settings.items():

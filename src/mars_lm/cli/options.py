@@ -72,17 +72,51 @@ BlockSize = Annotated[
         rich_help_panel="Decoding",
     ),
 ]
+Adaptive = Annotated[
+    bool | None,
+    typer.Option(
+        "--adaptive/--all-masks",
+        help="Exact mode: only the masks that pay in tokens per second here (the default), or always all.",
+        show_default=False,
+        rich_help_panel="Decoding",
+    ),
+]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option(
         metavar="N", help="The most tokens of an answer.", show_default="256", rich_help_panel="Decoding"
     ),
 ]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="Above 0: draw each token, in exact mode from AR's own distribution.",
+        show_default="0, greedy",
+        rich_help_panel="Sampling",
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(metavar="K", help="Draw from the K best tokens; 0 is all.", rich_help_panel="Sampling"),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE", help="Draw from the best tokens of so much probability.", rich_help_panel="Sampling"
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Draw from tokens of at least this share of the best one's probability.",
+        rich_help_panel="Sampling",
+    ),
+]
 Seed = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help="For sampling; greedy decoding draws nothing.", rich_help_panel="Decoding"
-    ),
+    typer.Option(metavar="N", help="The same seed draws the same text.", rich_help_panel="Sampling"),
 ]
 System = Annotated[
     str | None, typer.Option(metavar="TEXT", help="The system message, in place of the model's own.")

@@ -30,6 +30,7 @@ def serve(
     tau: options.Tau = None,
     rule: options.DraftRule = None,
     block_size: options.BlockSize = None,
+    adaptive: options.Adaptive = None,
     temperature: Annotated[
         float,
         typer.Option(
@@ -131,7 +132,7 @@ def serve(
 
     Listens at 127.0.0.1 unless --host names another address. SIGTERM or Ctrl-C: finish what runs, then end.
     """
-    named = options.asked(exact=exact, tau=tau, rule=rule, block_size=block_size)
+    named = options.asked(exact=exact, tau=tau, rule=rule, block_size=block_size, adaptive=adaptive)
     if engine == "vllm":
         _serve_with_vllm(context, model, adapter, named)
         return
@@ -187,7 +188,7 @@ def serve(
 
 
 # What `--engine vllm` takes of our options, and what the others that have a counterpart are called there.
-_OURS_WITH_VLLM = {"model", "adapter", "exact", "tau", "rule", "block_size", "engine", "context"}
+_OURS_WITH_VLLM = {"model", "adapter", "exact", "tau", "rule", "block_size", "adaptive", "engine", "context"}
 _VLLM_FLAGS = {
     "dtype": "--dtype",
     "host": "--host",

@@ -1,4 +1,4 @@
-"""The live knob: the server's default τ, rule, B and exact, and the controller that turns τ with the load."""
+"""The live knob: the server's decoding defaults, and the controller that turns τ with the load."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Defaults:
     rule: Rule
     block_size: int | None
     exact: bool
+    adaptive: bool = True
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Defaults))

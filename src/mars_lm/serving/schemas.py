@@ -96,6 +96,7 @@ class MarsRequest(BaseModel):
     rule: Rule | None = Field(None, description=f"What tau limits: {', '.join(RULES)}.")
     block_size: Annotated[int, Field(ge=1)] | None = Field(None, description="Most tokens of one forward.")
     exact: bool | None = Field(None, description="Whether drafts are verified against one-token decoding.")
+    adaptive: bool | None = Field(None, description="Exact mode: no more masks than pay, or always all.")
 
     def chosen(self) -> dict[str, Any]:
         """The fields that are named."""
@@ -275,6 +276,7 @@ class SettingsChange(BaseModel):
     rule: Rule | None = None
     block_size: Annotated[int, Field(ge=1)] | None = None
     exact: bool | None = None
+    adaptive: bool | None = None
     controller: bool | None = Field(None, description="Let the load turn tau; naming tau turns it off.")
 
 
@@ -288,6 +290,7 @@ class Settings(BaseModel):
     rule: Rule
     block_size: int | None
     exact: bool
+    adaptive: bool
     trained_block_size: int | None
     controller: bool | None
     tau_range: list[float] | None

@@ -19,12 +19,12 @@ logger = logging.getLogger("vllm.mars_lm")
 VARIABLE = (
     "MARS_VLLM"  # a JSON object of the fields below; vLLM's --additional-config '{"mars": …}' goes first
 )
-KNOB_FILE, ADAPTIVE = "knob_file", "adaptive"
+KNOB_FILE = "knob_file"
 _LOOK_EVERY = 0.1  # seconds between looks at the knob's file
 
 
 def configured(additional_config: Any) -> dict[str, Any]:
-    """What vLLM's additional configuration and the environment name: the knob's fields, knob_file, adaptive.
+    """What vLLM's additional configuration and the environment name: the knob's fields, and knob_file.
 
     Raises:
         MarsError: the environment's value is no JSON object, or a name is unknown.
@@ -38,7 +38,7 @@ def configured(additional_config: Any) -> dict[str, Any]:
         raise MarsError(f'{VARIABLE} is {text!r}, expected a JSON object such as {{"tau": 0.9}}.')
     if isinstance(additional_config, Mapping):
         values.update(additional_config.get("mars") or {})
-    known = (*FIELDS, KNOB_FILE, ADAPTIVE)
+    known = (*FIELDS, KNOB_FILE)
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise MarsError(f"The MARS settings name {', '.join(unknown)}; known are {', '.join(known)}.")
@@ -79,14 +79,16 @@ def chosen(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     JSON's true arrives as 1 in vLLM's typed field, so numbers and words may say yes and no.
 
     Raises:
-        MarsError: exact is neither, or there is no such rule.
+        MarsError: exact or adaptive is neither, or there is no such rule.
     """
     values = {name: extra_args[name] for name in FIELDS if name in extra_args} if extra_args else {}
-    if "exact" in values:
-        said = str(values["exact"]).lower()
+    for name in ("exact", "adaptive"):
+        if name not in values:
+            continue
+        said = str(values[name]).lower()
         if said not in ("true", "false", "1", "0", "1.0", "0.0"):
-            raise MarsError(f"exact is {values['exact']!r}, expected true or false.")
-        values["exact"] = said in ("true", "1", "1.0")
+            raise MarsError(f"{name} is {values[name]!r}, expected true or false.")
+        values[name] = said in ("true", "1", "1.0")
     if values.get("rule", RULES[0]) not in RULES:
         raise MarsError(f"rule is {values['rule']!r}, expected one of {', '.join(RULES)}.")
     size = values.get("block_size")
@@ -119,7 +121,6 @@ class LiveDefaults:
         self._stamp: tuple[int, int] | None = None
         self._next_look = 0.0
         self._of: dict[str, DecodingSettings] = {}
-        self.adaptive = bool(named.get(ADAPTIVE, True))
         self.knob = make_knob(mars, named)
 
     @classmethod

@@ -50,7 +50,7 @@ class MarsScheduler(Scheduler):
         scheduled: list[int] | None = getattr(
             self, "dynamic_sd_lookup", None
         )  # --speculative-config may name vLLM's own
-        if self._mars is not None and self._defaults.adaptive and scheduled is None:
+        if self._mars is not None and scheduled is None:
             self._widths = WidthController(self._mars.block_size - 1)
         self._allowed = scheduled or [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
         # vLLM pads the first decode step to its widest, unless the width is dynamic. Ours is.
@@ -90,7 +90,7 @@ class MarsScheduler(Scheduler):
         requests = min(max(len(self.running), 1), len(self._allowed) - 1)
         allowed = self._allowed[requests]  # vLLM's own schedule counts drafts and masks alike
         widest = min(widest, allowed // 2 if exact else allowed)
-        if self._widths is None or name == self._probed:
+        if self._widths is None or not settings.adaptive or name == self._probed:
             return widest
         return min(widest, self._widths.width(exact, requests))
 
