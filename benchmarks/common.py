@@ -6,14 +6,21 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mars_lm.checkpoint import Checkpoint, encode_chat
 from mars_lm.errors import MarsError
 from mars_lm.provenance import provenance
 from mars_lm.rows import read_objects
+
+if TYPE_CHECKING:
+    from mars_lm.decoding import Engine
+    from mars_lm.decoding.engine import GenerationResult
+    from mars_lm.settings import DecodingSettings
+
+Name = TypeVar("Name", bound=Hashable)
 
 FIELDS = {"gsm8k": "question", "humaneval": "prompt", "ifeval": "prompt"}
 
@@ -38,11 +45,34 @@ def prompt_ids(checkpoint: Checkpoint, prompts: Sequence[str]) -> list[list[int]
     return [encode_chat(checkpoint, [{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
+def decode(
+    engine: Engine, prompts: Sequence[Sequence[int]], settings: DecodingSettings
+) -> list[GenerationResult]:
+    """The engine's answers, in the prompts' order; as many at once as it has rows."""
+    numbers = [engine.add(prompt, settings) for prompt in prompts]
+    for _ in engine.stream():
+        pass
+    return [engine.result(number) for number in numbers]
+
+
+def totals(results: Sequence[GenerationResult]) -> tuple[int, int]:
+    """Tokens and forwards of all answers together; their quotient is tokens per forward (SPEC 3)."""
+    return sum(len(result.token_ids) for result in results), sum(result.forwards for result in results)
+
+
+def parting(first: Sequence[int], other: Sequence[int]) -> int | None:
+    """The place at which two answers part (the shorter one's end, if the longer goes on); None: the same."""
+    if first == other:
+        return None
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(other)))
+
+
 def in_turn(
-    contestants: dict[str, Callable[[], Any]], repeats: int, warm_up: int = 1
-) -> dict[str, list[float]]:
+    contestants: dict[Name, Callable[[], Any]], repeats: int, warm_up: int = 1
+) -> dict[Name, list[float]]:
     """Seconds of each contestant, run A B C, A B C, …: a machine's drift meets all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[Name, list[float]] = {name: [] for name in contestants}
     for turn in range(warm_up + repeats):
         for name, run in contestants.items():
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""MARS inside vLLM against plain vLLM, its n-gram speculation, and our own engine.
+"""MARS inside vLLM, and our own engine in one-token, exact and lossy mode, against plain vLLM.
 
     python benchmarks/vllm.py --data ../shared/data --output docs/results/vllm
 
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import load_prompts, write
+from common import decode, load_prompts, parting, totals, write
 from mars_lm.settings import decoding_settings
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -34,6 +34,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "mars lossy 0.95": {"mars": {"exact": False, "tau": 0.95}},
     "mars exact, fixed width": {"mars": {"exact": True, "adaptive": False}},
     "mars lossy 0.95, fixed width": {"mars": {"exact": False, "tau": 0.95, "adaptive": False}},
+    "own engine one-token": {"engine": {"exact": True, "tau": 1.0}},
     "own engine exact": {"engine": {"exact": True}},
     "own engine exact, fixed width": {"engine": {"exact": True, "recovery": False, "adaptive": False}},
     "own engine lossy 0.95": {"engine": {"exact": False, "tau": 0.95}},
@@ -55,6 +56,7 @@ def vllm_contestant(job: dict[str, Any]) -> dict[str, Any]:
         "enforce_eager": True,
         "max_model_len": 2048,
         "max_num_seqs": max(job["requests"]),
+        "enable_prefix_caching": False,  # rounds repeat prompts
         "disable_log_stats": False,
         **job.get("arguments", {}),
     }
@@ -92,19 +94,19 @@ def own_contestant(job: dict[str, Any]) -> dict[str, Any]:
     settings = decoding_settings(
         loaded.mars, {**job["engine"], "max_new_tokens": job["new_tokens"], "ignore_eos": True}
     )
-    engine = Engine(loaded, max_rows=max(job["requests"]), max_length=2048)
+    # Rounds repeat prompts, and nobody keeps them.
+    engine = Engine(loaded, max_rows=max(job["requests"]), max_length=2048, share_prefixes=False)
 
     def run(prompts: list[list[int]]) -> dict[str, Any]:
         start = time.perf_counter()
-        numbers = [engine.add(prompt, settings) for prompt in prompts]
-        for _ in engine.stream():
-            pass
-        results = [engine.result(number) for number in numbers]
+        results = decode(engine, prompts, settings)
+        seconds = time.perf_counter() - start
+        tokens, steps = totals(results)
         return {
             "answers": [result.token_ids for result in results],
-            "seconds": time.perf_counter() - start,
-            "tokens": sum(len(result.token_ids) for result in results),
-            "steps": sum(result.forwards for result in results),
+            "seconds": seconds,
+            "tokens": tokens,
+            "steps": steps,
         }
 
     return rounds(job, run)
@@ -187,11 +189,8 @@ def picture(path: Path, result: dict[str, Any], requests: list[int]) -> None:
 
 def equality(first: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
     """How many answers are the same, and where the first of the others part."""
-    parted = [
-        next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-        for a, b in zip(first, other, strict=True)
-        if a != b
-    ]
+    places = (parting(a, b) for a, b in zip(first, other, strict=True))
+    parted = [place for place in places if place is not None]
     return {"answers": len(first), "equal": len(first) - len(parted), "part_at": sorted(parted)}
 
 

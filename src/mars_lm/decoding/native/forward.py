@@ -264,6 +264,16 @@ class NativeForward:
         )
         return logits
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights that a forward and its logits read; not the embedding, nor the rotations.
+
+        Of those two a forward reads a row for each token.
+        """
+        weights = self._weights
+        every = (t for t in weights.kept if t.data_ptr() not in (weights.cos, weights.sin))
+        return sum(t.numel() * t.element_size() for t in every)
+
     def _buffers(self, tokens: int, threads: int) -> list[Tensor]:
         """The kernels' scratch, kept from forward to forward and grown where one needs more."""
         model = self._model

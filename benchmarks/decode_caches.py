@@ -1,0 +1,175 @@
+"""Window cache, block-level commit and no cache in lossy mode: speed-up over one-token mode against τ.
+
+The paper's Table 5 and Figure 5 (SPEC 5): the block-level commit feeds a block's tokens again until every row
+has filled it, without a cache every forward feeds the whole texts, and the window cache does neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from typing import Any
+
+from common import decode, in_turn, ratio, totals
+from decode_part import Bench, Panel, Part, Row, line_at
+from mars_lm.decoding import Engine
+from mars_lm.settings import DecodingSettings
+
+WINDOW, NONE = "window", "none"
+# The window cache's speed over the best block's.
+BAR = 1.1
+BASELINE = (WINDOW, 1.0)  # one-token mode
+
+
+def caches(args: argparse.Namespace, batch: int) -> dict[str, int | None]:
+    """Each cache by name, as `Engine(commit_block=…)` takes it."""
+    found: dict[str, int | None] = {WINDOW: None}
+    found |= {f"block {block}": block for block in args.commit_blocks}
+    if args.no_cache_up_to is None or batch <= args.no_cache_up_to:
+        found[NONE] = 0
+    return found
+
+
+class Caches(Part):
+    """Tokens per forward and speed-up of each cache by τ and batch, and the window over the best block."""
+
+    name = "caches"
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--taus",
+            type=float,
+            nargs="+",
+            default=[1.0, 0.95, 0.8, 0.6],
+            help="caches: thresholds of lossy mode (default: 1 0.95 0.8 0.6)",
+        )
+        parser.add_argument(
+            "--commit-blocks",
+            type=int,
+            nargs="*",
+            default=[4, 16, 64, 256],
+            help="caches: tokens of a block, the paper's B_cache (default: 4 16 64 256); one of at least "
+            "--max-new-tokens never ends",
+        )
+        parser.add_argument(
+            "--no-cache-up-to",
+            type=int,
+            help="caches: the largest batch that is also decoded without a cache (default: all; at batch 32 "
+            "that is minutes a turn)",
+        )
+
+    def measure(self, bench: Bench) -> dict[str, list[Row]]:
+        speeds: list[Row] = []
+        best: list[Row] = []
+        for batch in bench.args.batches:  # the engines of one batch at a time: each has a cache
+            rates, per_forward = self._at(batch, bench)
+            for (cache, tau), rate in rates.items():
+                speeds.append(
+                    {
+                        "batch": batch,
+                        "cache": cache,
+                        "tau": tau,
+                        "tokens_per_second": statistics.median(rate),
+                        "tokens_per_forward": per_forward[cache, tau],
+                        "speed_up": ratio(rate, rates[BASELINE]),
+                    }
+                )
+            best += [{"batch": batch, **row} for row in window_over_best(rates)]
+        return {"speeds": speeds, "best": best}
+
+    @staticmethod
+    def _at(
+        batch: int, bench: Bench
+    ) -> tuple[dict[tuple[str, float], list[float]], dict[tuple[str, float], float]]:
+        """Of each (cache, τ): tokens per second turn by turn, and tokens per forward."""
+        ids = bench.prompts(batch)
+        longest = max(map(len, ids)) + bench.exact.max_new_tokens
+        engines = {
+            name: bench.engine(batch, max_length=longest, commit_block=block)
+            for name, block in caches(bench.args, batch).items()
+        }
+        counts: dict[tuple[str, float], tuple[int, int]] = {}
+
+        def run(cache: str, tau: float) -> None:
+            settings = dataclasses.replace(bench.one, tau=tau, exact=False)
+            counts[cache, tau] = totals(decode(engines[cache], ids, settings))
+
+        for engine in engines.values():
+            warm_up(engine, ids)
+        every = dict.fromkeys([BASELINE, *((cache, tau) for cache in engines for tau in bench.args.taus)])
+        seconds = in_turn(
+            {pair: (lambda pair=pair: run(*pair)) for pair in every}, bench.args.repeats, warm_up=0
+        )
+        rates = {pair: [counts[pair][0] / s for s in seconds[pair]] for pair in every}
+        return rates, {pair: tokens / forwards for pair, (tokens, forwards) in counts.items()}
+
+    def tables(self, result: Any) -> list[tuple[str, list[Row]]]:
+        return [
+            ("lossy mode by cache: speed-up is over one-token mode with the window cache", result["speeds"]),
+            ("window cache over the best block", result["best"]),
+        ]
+
+    def panels(self, result: Any) -> list[Panel]:
+        batches = list(dict.fromkeys(row["batch"] for row in result["speeds"]))
+        drawn = [
+            lambda axis, batch=batch: draw_batch(
+                axis, batch, [row for row in result["speeds"] if row["batch"] == batch]
+            )
+            for batch in batches
+        ]
+        return [*drawn, lambda axis: draw_best(axis, result["best"])] if result["best"] else drawn
+
+
+def warm_up(engine: Engine, ids: list[list[int]]) -> None:
+    """The first touch of the engine's memory: a few steps of all rows, a whole turn would be long."""
+    decode(engine, ids, DecodingSettings(tau=1.0, max_new_tokens=2))
+
+
+def window_over_best(rates: dict[tuple[str, float], list[float]]) -> list[Row]:
+    """At each τ the block with the most tokens a second, and the window cache's ratio to it."""
+    rows = []
+    for tau in dict.fromkeys(tau for _, tau in rates):
+        blocks = [cache for cache, at in rates if at == tau and cache not in (WINDOW, NONE)]
+        if not blocks:
+            continue
+        best = max(blocks, key=lambda cache: statistics.median(rates[cache, tau]))
+        rows.append(
+            {
+                "tau": tau,
+                "best_block": best,
+                "best_speed_up": ratio(rates[best, tau], rates[BASELINE]),
+                "window_speed_up": ratio(rates[WINDOW, tau], rates[BASELINE]),
+                "window_over_best": ratio(rates[WINDOW, tau], rates[best, tau]),
+                "bar": BAR,
+            }
+        )
+    return rows
+
+
+def draw_batch(axis: Any, batch: int, rows: list[Row]) -> None:
+    """Speed-up against τ, a line for each cache."""
+    axis.axhline(1.0, color="grey", linewidth=0.8)
+    for cache in dict.fromkeys(row["cache"] for row in rows):
+        own = sorted((row["tau"], row["speed_up"]) for row in rows if row["cache"] == cache)
+        axis.plot(*zip(*own, strict=True), "o-", label=cache if cache != NONE else "no cache")
+    axis.set_title(f"batch {batch}")
+    axis.set_xlabel("τ")
+    axis.set_ylabel("speed-up over one-token mode")
+    axis.legend(fontsize=7)
+
+
+def draw_best(axis: Any, rows: list[Row]) -> None:
+    """The window cache over the best block against the batch, a line for each τ."""
+    line_at(axis, BAR)
+    for tau in dict.fromkeys(row["tau"] for row in rows):
+        own = [row for row in rows if row["tau"] == tau]
+        axis.plot(
+            [str(row["batch"]) for row in own],
+            [row["window_over_best"] for row in own],
+            "o-",
+            label=f"τ = {tau:g}",
+        )
+    axis.set_xlabel("batch")
+    axis.set_ylabel("window cache over the best block")
+    axis.legend(fontsize=7)

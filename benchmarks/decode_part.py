@@ -1,0 +1,101 @@
+"""What the parts of the decoding benchmark share: what they measure with, and what a part is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from rich.table import Table
+
+from common import load_prompts, prompt_ids
+from mars_lm.checkpoint import Checkpoint
+from mars_lm.decoding import Engine
+from mars_lm.settings import DecodingSettings
+
+Row = dict[str, Any]
+# Draws into a matplotlib axis.
+Panel = Callable[[Any], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """The model under test, the options, and exact mode as they ask for it."""
+
+    args: argparse.Namespace
+    loaded: Checkpoint
+    exact: DecodingSettings
+
+    @property
+    def one(self) -> DecodingSettings:
+        """One-token mode with the same budget."""
+        return DecodingSettings(tau=1.0, max_new_tokens=self.exact.max_new_tokens)
+
+    def prompts(self, count: int, task: str = "gsm8k") -> list[list[int]]:
+        """Token ids of `count` prompts in the chat template: the same ones for the same count."""
+        return prompt_ids(self.loaded, load_prompts(self.args.data, task, count, self.args.seed))
+
+    def engine(self, rows: int, **options: Any) -> Engine:
+        """An engine that prefills every prompt anew: turns repeat them."""
+        return Engine(self.loaded, max_rows=rows, share_prefixes=False, **options)
+
+
+class Part:
+    """One --parts of the benchmark.
+
+    Attributes:
+        name: as --parts and the JSON have it.
+    """
+
+    name: str
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """The options that no other part reads."""
+
+    def measure(self, bench: Bench) -> Any:
+        """The part's entry in the JSON."""
+        raise NotImplementedError
+
+    def tables(self, result: Any) -> list[tuple[str, list[Row]]]:
+        """Titles and rows of the printed tables."""
+        raise NotImplementedError
+
+    def panels(self, result: Any) -> list[Panel]:
+        """The part's panels in the picture."""
+        return []
+
+
+def table(rows: list[Row]) -> Table:
+    """A list of flat (or once nested) rows as a printed table."""
+    flat = [
+        {
+            f"{k} {kk}" if isinstance(v, dict) else k: vv
+            for k, v in row.items()
+            for kk, vv in (v.items() if isinstance(v, dict) else [("", v)])
+        }
+        for row in rows
+    ]
+    out = Table()
+    for name in flat[0] if flat else ():
+        out.add_column(name.replace("_", " "), justify="right")
+    for row in flat:
+        out.add_row(*map(_cell, row.values()))
+    return out
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def bars(axis: Any, names: list[str], values: list[float], label: str) -> None:
+    """A bar for each name, with its value above."""
+    axis.bar_label(axis.bar(names, values, 0.5), fmt="%.3g")
+    axis.set_ylabel(label)
+
+
+def line_at(axis: Any, bar: float) -> None:
+    """A bar to be reached (or stayed below) as a dashed line."""
+    axis.axhline(bar, color="k", linewidth=0.8, linestyle="--", label=f"bar {bar:g}")
