@@ -119,6 +119,8 @@ class Engine:
             of the free memory holds.
         prefill_chunk: most prompt tokens in one forward, so that a long prompt does not stall other rows.
         kernels: what runs the model: "auto", "native" or "torch" (`mars_lm.decoding.executors`).
+        invariant: a token's logits have the same bits whatever else a forward holds, so exact mode says what
+            one-token mode says in bfloat16 too. The C kernels' always have; elsewhere it costs padding.
         share_prefixes: take the beginning of a prompt from a row that has prefilled the same one.
         commit_block: for comparison (SPEC 5). None: an entry stays in the cache as soon as it is right.
             k: the paper's block-level commit, in which rows fill blocks of k tokens together against a
@@ -136,6 +138,7 @@ class Engine:
         max_length: int | None = None,
         prefill_chunk: int = 512,
         kernels: str = "auto",
+        invariant: bool = False,
         share_prefixes: bool = True,
         commit_block: int | None = None,
     ) -> None:
@@ -160,7 +163,7 @@ class Engine:
         ends = np.array(sorted(end_token_ids(checkpoint)), dtype=np.int64)
         self._ends = ends[ends < self.vocabulary]
         self._tokenizer = checkpoint.tokenizer
-        self._model = make_forward(model, max_rows, self.max_length + scratch, kernels)
+        self._model = make_forward(model, max_rows, self.max_length + scratch, kernels, invariant=invariant)
         self._width: AdaptiveWidth | None = None
         if self._mask_token_id is not None and self.block_size > 1:
             cost = forward_cost(model, self._model, self.max_length)
@@ -286,6 +289,7 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
+    @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
         """End a request now; its result keeps the tokens so far. One that has ended stays as it is."""
         request = self._find(request_id)
@@ -501,7 +505,9 @@ def _affordable_slots(model: Any) -> int:
     config, device = model.config, next(model.parameters()).device
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slot = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+    # The CPU kernels keep float32 entries, whatever the weights are.
+    entry = 4 if device.type == "cpu" else model.dtype.itemsize
+    slot = 2 * config.num_hidden_layers * heads * head_dim * entry
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:

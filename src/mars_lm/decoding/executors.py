@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from mars_lm.decoding.forward import Forward, ModelForward
+from mars_lm.decoding.invariant import InvariantForward
 from mars_lm.errors import MarsError
 
 KERNELS = ("auto", "native", "torch")
@@ -13,12 +14,16 @@ KERNELS = ("auto", "native", "torch")
 logger = logging.getLogger(__name__)
 
 
-def make_forward(model: Any, rows: int, slots: int, kernels: str = "auto") -> Forward:
+def make_forward(
+    model: Any, rows: int, slots: int, kernels: str = "auto", invariant: bool = False
+) -> Forward:
     """The model with a cache of `rows` x `slots`.
 
     Args:
         kernels: "torch": transformers' modules, any model and device. "native": the C kernels, which stream
             the weights of a Llama-like model through a CPU. "auto": native if it can be, else torch.
+        invariant: a token's logits have the same bits in any company. The C kernels' always have;
+            transformers' modules then work in products of one shape.
     Raises:
         MarsError: "native" was asked for and can't be; or no such choice.
     """
@@ -33,4 +38,4 @@ def make_forward(model: Any, rows: int, slots: int, kernels: str = "auto") -> Fo
             if kernels == "native":
                 raise MarsError(f"The native kernels can't run this model: {error}") from error
             logger.info("Decoding with transformers' own modules, not the native kernels: %s", error)
-    return ModelForward(model, rows, slots)
+    return (InvariantForward if invariant else ModelForward)(model, rows, slots)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -88,23 +88,26 @@ class Segment:
 
     `queries` tokens a row (T, padded to the widest), against `slots` slots of the cache (S). Grouped-query
     attention folds the G query heads that share a key head into the query length, so no key is repeated.
+    A single row may be computed in several `pieces` of T tokens, side by side as rows are.
     """
 
     rows: slice
     slots: int
     queries: int
     tokens: slice  # of the flat list
-    mask: Tensor | None  # additive [R, 1, T, S] in the model's dtype; None: every query sees all S slots
-    gather: Tensor | None = None  # int64 [R*T], token of the segment that fills each padded query
-    scatter: Tensor | None = None  # int64 [tokens], padded query that holds each token; both None if R == 1
+    mask: Tensor | None  # additive [P, 1, F, S] in the model's dtype; None: every query sees all S slots
+    pieces: int  # P; R, unless R == 1
+    folded: int  # F, query rows of each key head: T * G, or more, whose results nobody reads
+    gather: Tensor | None = None  # int64 [P*T], token of the segment that fills each padded query
+    scatter: Tensor | None = None  # int64 [tokens], padded query that holds each token; both None if P == 1
 
 
 @dataclasses.dataclass
 class ForwardBatch:
     """One forward: N tokens of all rows, flat."""
 
-    input_ids: Tensor  # int64 [1, N]
-    position_ids: Tensor  # int64 [1, N]
+    input_ids: Tensor  # int64 [1, N], or more: padding behind them
+    position_ids: Tensor  # int64 [1, N], likewise
     cache_index: Tensor | slice  # int64 [N], row * slots + slot
     segments: list[Segment]
 
@@ -123,6 +126,8 @@ def window_attention(
 ) -> tuple[Tensor, None]:
     """Attention of a flat list of tokens, each row against its own slots.
 
+    Tokens behind those of the last segment are no row's: their result is 0.
+
     Args:
         query: [1, q_heads, N, head_dim]; key, value: a layer's whole cache [rows, slots, kv_heads, head_dim].
     Returns:
@@ -134,27 +139,33 @@ def window_attention(
     flat = query[0].transpose(0, 1)  # [N, q_heads, head_dim], a view
     parts = []
     for segment in mars_segments:
-        rows, width = segment.rows.stop - segment.rows.start, segment.queries
+        pieces, width = segment.pieces, segment.queries
         q = flat[segment.tokens]
         if segment.gather is not None:
             q = q.index_select(0, segment.gather)
-        q = q.reshape(rows, width, kv_heads, groups, head_dim)
-        q = q.permute(0, 2, 1, 3, 4).reshape(rows, kv_heads, width * groups, head_dim)
+        q = q.reshape(pieces, width, kv_heads, groups, head_dim)
+        q = q.permute(0, 2, 1, 3, 4).reshape(pieces, kv_heads, width * groups, head_dim)
+        if segment.folded > width * groups:
+            q = pad(q, (0, 0, 0, segment.folded - width * groups))
+        keys, values = (
+            cached[segment.rows, : segment.slots].transpose(1, 2).expand(pieces, -1, -1, -1)
+            for cached in (key, value)
+        )
         out = scaled_dot_product_attention(
-            q,
-            key[segment.rows, : segment.slots].transpose(1, 2),
-            value[segment.rows, : segment.slots].transpose(1, 2),
-            attn_mask=segment.mask,
-            scale=scaling,
-        )  # [R, kv_heads, T*G, head_dim]
+            q, keys, values, attn_mask=segment.mask, scale=scaling
+        )  # [P, kv_heads, F, head_dim]
         out = (
-            out.view(rows, kv_heads, width, groups, -1)
+            out[:, :, : width * groups]
+            .unflatten(2, (width, groups))
             .permute(0, 2, 1, 3, 4)
-            .reshape(rows * width, q_heads, -1)
+            .reshape(pieces * width, q_heads, -1)
         )
         if segment.scatter is not None:
             out = out.index_select(0, segment.scatter)
         parts.append(out)
+    missing = len(flat) - mars_segments[-1].tokens.stop
+    if missing:
+        parts.append(parts[-1].new_zeros(missing, *parts[-1].shape[1:]))
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
@@ -200,6 +211,17 @@ class ModelForward:
             )
         return out.last_hidden_state[0]
 
+    def inputs(self, feed: Feed) -> tuple[Tensor, Tensor]:
+        """Token and position ids, int64 [1, N] both."""
+        return (
+            torch.from_numpy(feed.input_ids)[None].to(self.device),
+            torch.from_numpy(feed.position_ids)[None].to(self.device),
+        )
+
+    def segments(self, feed: Feed) -> list[Segment]:
+        """How the attention of a feed's rows is cut into calls."""
+        return [_segment(feed, lo, hi, self) for lo, hi in _runs(feed)]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
         if self._plain_head:
@@ -237,7 +259,6 @@ class ModelForward:
 def to_batch(feed: Feed, model: ModelForward) -> ForwardBatch:
     """The feed as tensors on the model's device."""
     device = model.device
-    segments = [_segment(feed, lo, hi, model) for lo, hi in _runs(feed)]
     slots_a_row = model.cache.slots
     index: Tensor | slice
     if len(feed.rows) == 1:  # one row's run of slots has no holes
@@ -245,11 +266,12 @@ def to_batch(feed: Feed, model: ModelForward) -> ForwardBatch:
         index = slice(begin, begin + len(feed.slots))
     else:
         index = torch.from_numpy(np.repeat(feed.rows * slots_a_row, feed.width) + feed.slots).to(device)
+    input_ids, position_ids = model.inputs(feed)
     return ForwardBatch(
-        input_ids=torch.from_numpy(feed.input_ids)[None].to(device),
-        position_ids=torch.from_numpy(feed.position_ids)[None].to(device),
+        input_ids=input_ids,
+        position_ids=position_ids,
         cache_index=index,
-        segments=segments,
+        segments=model.segments(feed),
     )
 
 
@@ -276,6 +298,8 @@ def _segment(feed: Feed, lo: int, hi: int, model: ModelForward) -> Segment:
         queries=widest,
         tokens=tokens,
         mask=None,
+        pieces=rows,
+        folded=widest * model.groups,
     )
     if rows == 1:
         grid = np.arange(tokens.start, tokens.stop)[None]
@@ -290,11 +314,11 @@ def _segment(feed: Feed, lo: int, hi: int, model: ModelForward) -> Segment:
             column = np.arange(tokens.start, tokens.stop) - np.repeat(first, width)
             segment.scatter = torch.from_numpy(row * widest + column).to(model.device)
     if widest > 1 or (last_slots != slots - 1).any():
-        segment.mask = _additive_mask(feed, grid, slots, model)
+        segment.mask = additive_mask(feed, grid, slots, model)
     return segment
 
 
-def _additive_mask(feed: Feed, grid: Ints, slots: int, model: ModelForward) -> Tensor:
+def additive_mask(feed: Feed, grid: Ints, slots: int, model: ModelForward) -> Tensor:
     """[R, 1, T*G, S]: 0 where a query sees a slot, -inf where not; a query's G heads beside each other."""
     device = model.device
     before, begin, own = (

@@ -81,11 +81,13 @@ def generate(
     block_size: int | None = None,
     exact: bool | None = None,
     recovery: bool | None = None,
+    adaptive: bool | None = None,
     presence_penalty: float | None = None,
     frequency_penalty: float | None = None,
     seed: int | None = None,
     max_rows: int | None = None,
     kernels: str = "auto",
+    invariant: bool = False,
     tokenizer: Any = None,
     assistant_model: Any = None,
     assistant_tokenizer: Any = None,
@@ -100,10 +102,11 @@ def generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer,
             tokenizer, assistant_model, assistant_tokenizer, **model_kwargs: from transformers.
-        tau, rule, block_size, exact, recovery, presence_penalty, frequency_penalty: `DecodingSettings`.
+        tau, rule, block_size, exact, recovery, adaptive, presence_penalty, frequency_penalty: fields of
+            `DecodingSettings`.
         seed: of the first row; row r draws with seed + r. None: from torch's generator.
         max_rows: rows decoded at once; None: all.
-        kernels: what runs the model, as in `Engine`.
+        kernels, invariant: what runs the model, and whether to the last bit, as in `Engine`.
     Returns:
         int64 [rows, length], padded on the right; with `return_dict_in_generate` a `MarsGenerateOutput`.
     Raises:
@@ -121,6 +124,7 @@ def generate(
         "block_size": block_size,
         "exact": exact,
         "recovery": recovery,
+        "adaptive": adaptive,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
     }
@@ -153,6 +157,7 @@ def generate(
         max_length=longest + budget,
         prefill_chunk=generation_config.prefill_chunk_size or 512,
         kernels=kernels,
+        invariant=invariant,
     )
     seeds = _seeds(rows, seed) if sampled else [0] * rows
     running = []

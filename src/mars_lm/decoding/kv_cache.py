@@ -42,7 +42,10 @@ class WindowCache:
         self._index: Tensor | slice = slice(0, 0)
 
     def write_to(self, index: Tensor | slice) -> None:
-        """Where the next forward's N tokens go: int64 [N] (or a slice) into the flattened rows x slots."""
+        """Where the next forward's tokens go: int64 [n] (or a slice) into the flattened rows x slots.
+
+        A forward of more than n tokens is padded, and what it has behind the first n is not kept.
+        """
         self._index = index
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -53,10 +56,11 @@ class WindowCache:
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         for buffer, new in ((keys, key), (values, value)):
             flat = buffer.flatten(0, 1)
+            entries = new[0].transpose(0, 1)  # [N, kv_heads, head_dim]
             if isinstance(self._index, slice):
-                flat[self._index] = new[0].transpose(0, 1)
+                flat[self._index] = entries[: self._index.stop - self._index.start]
             else:
-                flat.index_copy_(0, self._index, new[0].transpose(0, 1))
+                flat.index_copy_(0, self._index, entries[: len(self._index)])
         return keys, values
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
