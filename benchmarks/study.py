@@ -55,9 +55,9 @@ class Size:
     hidden: int = 256
     layers: int = 7
     base_steps: int = 300
-    base_chunks: int = 5
+    base_chunks: int = 4
     enough: float = 0.96
-    steps: int = 300
+    steps: int = 150
     train: int = 48_000
     test: int = 400
     block_sizes: tuple[int, ...] = (4, 8, 16)
