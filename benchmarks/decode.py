@@ -114,7 +114,12 @@ def main(arguments: list[str] | None = None) -> None:
         changes = {} if args.tau is None else {"tau": args.tau}
         exact = DecodingSettings(max_new_tokens=args.max_new_tokens, **changes)
         bench = Bench(args, loaded, exact)
-        result: dict[str, Any] = {"dtype": str(loaded.model.dtype), "settings": dataclasses.asdict(exact)}
+        result: dict[str, Any] = {
+            "dtype": str(loaded.model.dtype),
+            "kernels": bench.kernels,
+            "settings": dataclasses.asdict(exact),
+        }
+        console.print(f"{result['dtype']}, {result['kernels']} kernels")
         for name, part in PARTS.items():
             if name not in args.parts:
                 continue

@@ -12,6 +12,7 @@ from rich.table import Table
 from common import load_prompts, prompt_ids
 from mars_lm.checkpoint import Checkpoint
 from mars_lm.decoding import Engine
+from mars_lm.decoding.forward import ModelForward
 from mars_lm.settings import DecodingSettings
 
 Row = dict[str, Any]
@@ -31,6 +32,11 @@ class Bench:
     def one(self) -> DecodingSettings:
         """One-token mode with the same budget."""
         return DecodingSettings(tau=1.0, max_new_tokens=self.exact.max_new_tokens)
+
+    @property
+    def kernels(self) -> str:
+        """What runs the model where a part does not choose: "native", or "torch" where those can't."""
+        return "torch" if isinstance(self.engine(1, max_length=32)._model, ModelForward) else "native"
 
     def prompts(self, count: int, task: str = "gsm8k") -> list[list[int]]:
         """Token ids of `count` prompts in the chat template: the same ones for the same count."""

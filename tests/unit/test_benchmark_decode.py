@@ -120,6 +120,12 @@ def test_the_best_block_is_the_fastest_at_that_tau():
     assert row["window_speed_up"] == pytest.approx(3)
 
 
+@pytest.mark.parametrize(("head_dim", "kernels"), [(16, "native"), (8, "torch")])
+def test_what_ran_the_model_is_told(data, head_dim, kernels):
+    native_or_skip()
+    assert bench(data, head_dim=head_dim).kernels == kernels
+
+
 def test_a_planted_divergence_is_found_with_ars_own_gap(data, monkeypatch):
     """Where a forward asks several logits, those of the first swap their two best at a planted place."""
     made = bench(data, "--kernels", "torch", "--equal-prompts", "4", "--rows", "1")
@@ -308,6 +314,7 @@ def test_the_command_prints_writes_and_draws_every_part(data, tmp_path, monkeypa
     )
     written = json.loads((tmp_path / "out.json").read_text())
     assert set(benchmark.PARTS) < set(written)
+    assert (written["dtype"], written["kernels"]) == ("torch.float32", "native")
     # A float32 model on one machine: exact mode is one-token mode, whatever runs it.
     assert written["equal"]["equal"] == 2
     assert [row["parted"] for row in written["divergence"]] == [0, 0]
