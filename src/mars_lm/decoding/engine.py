@@ -118,7 +118,7 @@ class Engine:
         max_length: longest prompt and response together; None: the model's context, or as much of it as half
             of the free memory holds.
         prefill_chunk: most prompt tokens in one forward, so that a long prompt does not stall other rows.
-        kernels: what runs the model: "auto", "native" or "torch" (`mars_lm.decoding.executors`).
+        kernels: what runs the model: "auto", "native", "torch" or "compile" (`mars_lm.decoding.executors`).
         invariant: a token's logits have the same bits whatever else a forward holds, so exact mode says what
             one-token mode says in bfloat16 too. The C kernels' always have; elsewhere it costs padding.
         share_prefixes: take the beginning of a prompt from a row that has prefilled the same one.
