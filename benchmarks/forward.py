@@ -1,14 +1,18 @@
 """What a forward costs by its number of tokens: transformers' modules against the CPU kernels.
 
     python benchmarks/forward.py --output docs/results/forward
+    python benchmarks/forward.py --forwards torch invariant --dtypes bfloat16 --batches 1 4 --output OUTPUT
 
 One row with 300 tokens behind it; the layers alone, without the output matrix. Prints a table and writes
-OUTPUT.json and OUTPUT.png. Contestants run in turn; a figure is the median over turns.
+OUTPUT.json and OUTPUT.png. Contestants run in turn; a figure is the median over turns. Further contestants:
+transformers' modules compiled by torch.compile, and those whose logits have the same bits in any company.
+--batches adds tokens a second of whole answers, in one-token and in exact mode.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -22,9 +26,24 @@ from rich.table import Table
 
 from common import in_turn, write
 from mars_lm import checkpoint as checkpoints
+from mars_lm.decoding import Engine
+from mars_lm.decoding.compiled import CompiledForward
 from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.forward import Feed, Forward
 from mars_lm.errors import MarsError
+from mars_lm.settings import DecodingSettings
+
+# What `Engine` is told for each contestant.
+FORWARDS: dict[str, dict[str, Any]] = {
+    "torch": {"kernels": "torch"},
+    "native": {"kernels": "native"},
+    "compile": {"kernels": "compile"},
+    "invariant": {"kernels": "torch", "invariant": True},
+    "compile, invariant": {"kernels": "compile", "invariant": True},
+}
+QUESTION = (
+    "Natalia sold {} clips in April and half as many in May. How many did she sell? Think step by step."
+)
 
 
 def feed(behind: int, tokens: int) -> Feed:
@@ -48,6 +67,35 @@ def measure(
     return rows
 
 
+def rates(
+    loaded: dict[str, checkpoints.Checkpoint], names: list[str], batch: int, tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Tokens a second of `batch` answers of `tokens` tokens each, prompts included in the time."""
+    plain: dict[str, Any] = {"max_new_tokens": tokens, "ignore_eos": True}
+    modes = {"one-token": DecodingSettings(tau=1.0, **plain), "exact": DecodingSettings(**plain)}
+    runs = {}
+    for dtype, checkpoint in loaded.items():
+        questions = [[{"role": "user", "content": QUESTION.format(10 + 7 * i)}] for i in range(batch)]
+        ids = [checkpoints.encode_chat(checkpoint, question) for question in questions]
+        for name in names:
+            engine = Engine(
+                checkpoint, max_rows=batch, max_length=256, share_prefixes=False, **FORWARDS[name]
+            )
+            for mode, settings in modes.items():
+                runs[f"{name}, {dtype}, {mode}"] = functools.partial(answers, engine, ids, settings)
+    seconds = in_turn(runs, repeats)
+    return {"batch": batch, **{n: batch * tokens / statistics.median(s) for n, s in seconds.items()}}
+
+
+def answers(engine: Engine, prompts: list[list[int]], settings: DecodingSettings) -> None:
+    """Decode the prompts together."""
+    requests = [engine.add(prompt, settings) for prompt in prompts]
+    for _ in engine.stream():
+        pass
+    for request in requests:
+        engine.result(request)
+
+
 def picture(path: Path, rows: list[dict[str, Any]]) -> None:
     """Milliseconds against tokens, a line for each contestant."""
     import matplotlib
@@ -66,6 +114,16 @@ def picture(path: Path, rows: list[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=120)
 
 
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print rows as a table."""
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=120).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,25 +132,37 @@ def main() -> None:
     parser.add_argument("--behind", type=int, default=300)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--forwards", nargs="+", choices=FORWARDS, default=["torch", "native"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--batches", type=int, nargs="*", default=[], help="tokens a second of whole answers")
+    parser.add_argument("--new-tokens", type=int, default=40)
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    forwards = {}
+    loaded, forwards, warm_up = {}, {}, {}
+    slots = args.behind + max(args.sizes)
     try:
-        for dtype in ("float32", "bfloat16"):
-            model = checkpoints.load_default(dtype=dtype, device="cpu").model
-            for kernels in ("torch", "native"):
-                slots = args.behind + max(args.sizes)
-                forwards[f"{kernels}, {dtype}"] = make_forward(model, 1, slots, kernels)
+        for dtype in args.dtypes:
+            loaded[dtype] = checkpoints.load_default(dtype=dtype, device="cpu")
+            for kind in args.forwards:
+                name = f"{kind}, {dtype}"
+                forwards[name] = made = make_forward(loaded[dtype].model, 1, slots, **FORWARDS[kind])
+                if isinstance(made, CompiledForward):
+                    warm_up[name] = made.warm_up_seconds
     except MarsError as error:
         sys.exit(str(error))
     rows = measure(forwards, args.behind, args.sizes, args.repeats)
-    table = Table(title="milliseconds of a forward", title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
-    write(args.output.with_suffix(".json"), {"behind": args.behind, "milliseconds": rows})
+    show("milliseconds of a forward", rows)
+    result: dict[str, Any] = {"behind": args.behind, "milliseconds": rows}
+    if warm_up:
+        result["warm_up_seconds"] = warm_up
+        show("seconds to compile", [warm_up])
+    if args.batches:
+        repeats = max(1, args.repeats // 5)
+        result["tokens_per_second"] = [
+            rates(loaded, args.forwards, batch, args.new_tokens, repeats) for batch in args.batches
+        ]
+        show("tokens a second", result["tokens_per_second"])
+    write(args.output.with_suffix(".json"), result)
     picture(args.output.with_suffix(".png"), rows)
 
 

@@ -9,7 +9,7 @@ from mars_lm.decoding.forward import Forward, ModelForward
 from mars_lm.decoding.invariant import InvariantForward
 from mars_lm.errors import MarsError
 
-KERNELS = ("auto", "native", "torch")
+KERNELS = ("auto", "native", "torch", "compile")
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ def make_forward(
     Args:
         kernels: "torch": transformers' modules, any model and device. "native": the C kernels, which stream
             the weights of a Llama-like model through a CPU. "auto": native if it can be, else torch.
+            "compile": torch, its layers compiled first, which takes a while; where they can't be, a warning
+            says why.
         invariant: a token's logits have the same bits in any company. The C kernels' always have;
             transformers' modules then work in products of one shape.
     Raises:
@@ -29,6 +31,10 @@ def make_forward(
     """
     if kernels not in KERNELS:
         raise MarsError(f"kernels is {kernels!r}, expected one of {', '.join(KERNELS)}.")
+    if kernels == "compile":
+        from mars_lm.decoding.compiled import CompiledForward, CompiledInvariantForward
+
+        return (CompiledInvariantForward if invariant else CompiledForward)(model, rows, slots)
     if kernels != "torch" and (kernels == "native" or next(model.parameters()).device.type == "cpu"):
         try:  # the import in here tells `custom_generate` that a copy beside a checkpoint does without
             from mars_lm.decoding.native.forward import NativeForward

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -199,9 +199,12 @@ class ModelForward:
 
     def hidden(self, feed: Feed) -> Tensor:
         """Run the layers, write the tokens' keys and values: the last hidden states [N, hidden]."""
-        batch = to_batch(feed, self)
+        return self.run(to_batch(feed, self))
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """The batch's last hidden states [N, hidden]."""
         self.cache.write_to(batch.cache_index)
-        with self._window_attention():
+        with attention_of(self.model, ATTENTION):
             out = self._base(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
@@ -227,7 +230,7 @@ class ModelForward:
         if self._plain_head:
             return self.model.get_output_embeddings()(hidden).float()
         # Some models cap or scale their logits in the outer forward: run that one on states we already have.
-        with _replaced_forward(self._base, hidden[None]):
+        with replaced_forward(self._base, _answers(hidden[None])):
             return (
                 self.model(input_ids=hidden.new_zeros(1, 1, dtype=torch.long), use_cache=False)
                 .logits[0]
@@ -239,21 +242,10 @@ class ModelForward:
         state = torch.linspace(-1, 1, self.model.config.hidden_size, dtype=self.dtype, device=self.device)[
             None
         ]
-        with torch.inference_mode(), _replaced_forward(self._base, state[None]):
+        with torch.inference_mode(), replaced_forward(self._base, _answers(state[None])):
             ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             whole = self.model(input_ids=ids, use_cache=False).logits[0]
             return torch.equal(whole, self.model.get_output_embeddings()(state))
-
-    @contextmanager
-    def _window_attention(self) -> Iterator[None]:
-        """Our attention for one forward; the model then works elsewhere as before."""
-        config = self.model.config
-        before = config._attn_implementation
-        config._attn_implementation = ATTENTION
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
 
 
 def to_batch(feed: Feed, model: ModelForward) -> ForwardBatch:
@@ -334,14 +326,30 @@ def additive_mask(feed: Feed, grid: Ints, slots: int, model: ModelForward) -> Te
 
 
 @contextmanager
-def _replaced_forward(base: torch.nn.Module, hidden: Tensor) -> Iterator[None]:
-    """Let `base` answer with these hidden states [1, M, hidden] instead of computing any."""
-    own = base.__dict__.get("forward")  # as hooks for weights placed elsewhere leave one
-    base.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)
+def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Another attention for one forward, by its registered name; the model then works as before."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+@contextmanager
+def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another forward for a module, for a while."""
+    own = module.__dict__.get("forward")  # as hooks for weights placed elsewhere leave one
+    module.forward = forward
     try:
         yield
     finally:
         if own is None:
-            del base.forward
+            del module.forward
         else:
-            base.forward = own
+            module.forward = own
+
+
+def _answers(hidden: Tensor) -> Callable[..., BaseModelOutputWithPast]:
+    """A base model's forward that gives these hidden states [1, M, hidden] instead of computing any."""
+    return lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)
