@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,17 +18,37 @@ import torch
 from mars_lm.base_weights import cache_folder
 from mars_lm.errors import MarsError
 
+logger = logging.getLogger(__name__)
+
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
     """The compiled kernels, from the cache if this source was compiled on such a machine before.
+
+    It is tried once a process: an engine after a failure gets the same answer at once.
 
     Raises:
         MarsError: there is no C compiler, it failed, or the result can't be stored or loaded.
     """
+    made = _library()
+    if isinstance(made, MarsError):
+        raise MarsError(str(made)) from made
+    return made
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | MarsError:
+    """The kernels, or why there are none; that is said once, as a warning."""
+    try:
+        return _load()
+    except MarsError as error:
+        logger.warning("There are no compiled CPU kernels in this process: %s", error)
+        return error
+
+
+def _load() -> ctypes.CDLL:
     compiler = _compiler()
     path = cache_folder() / "kernels" / f"{_key(compiler)}.so"
     try:
@@ -36,7 +57,8 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise MarsError(f"The compiled CPU kernels can't be stored or loaded ({error}).") from error
-    loaded.mars_vector.restype = loaded.mars_model_bytes.restype = ctypes.c_int64
+    for function in (loaded.mars_vector, loaded.mars_queries, loaded.mars_model_bytes):
+        function.restype = ctypes.c_int64
     return loaded
 
 

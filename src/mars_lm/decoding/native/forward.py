@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import weakref
 from typing import Any
 
@@ -53,8 +55,9 @@ class _Model(ctypes.Structure):
 
 class _Feed(ctypes.Structure):
     _fields_ = (
-        *((name, _Pointer) for name in ("row", "slot", "position", "before", "from_")),
+        *((name, _Pointer) for name in ("row", "slot", "position", "before", "from_", "group")),
         ("tokens", _Int),
+        ("groups", _Int),
     )
 
 
@@ -83,6 +86,31 @@ class NativeCache:
         """Nothing to do: the kernels never read a slot that a token does not see."""
 
 
+class _Arena:
+    """Memory for the packed weights, in huge pages where the system has them."""
+
+    CHUNK = 64 * 2**20  # bytes: a small model's matrices are smaller than a huge page
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous in here, 64-byte aligned."""
+        size = tensor.numel() * tensor.element_size()
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = self._map(max(size, self.CHUNK)), 0
+        place = self._chunk[self._used : self._used + size].view(tensor.dtype).view(tensor.shape)
+        self._used += -(-size // 64) * 64
+        return place.copy_(tensor)
+
+    @staticmethod
+    def _map(size: int) -> Tensor:
+        raw = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):
+            raw.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
+
 class _Packed:
     """The model's weights as the kernels read them."""
 
@@ -92,6 +120,7 @@ class _Packed:
         self.bf16 = model.dtype == torch.bfloat16
         self.dtype = model.dtype
         self.kept: list[Tensor] = []  # what the structs point to
+        self._arena = _Arena()
         self.checked = False  # against transformers' own forward
         self.intermediate = -(-config.intermediate_size // vector) * vector
         self.layers = [self._layer(layer) for layer in model.base_model.layers]
@@ -128,18 +157,22 @@ class _Packed:
         return made
 
     def _keep(self, tensor: Tensor) -> int:
-        self.kept.append(tensor)
-        return tensor.data_ptr()
+        self.kept.append(self._arena.copy(tensor))
+        return self.kept[-1].data_ptr()
 
     def _vector(self, weight: Tensor) -> int:
-        return self._keep(weight.detach().float().contiguous())
+        return self._keep(weight.detach().float())
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
-        """[n, k] -> panels [n / 2V, k, 2V], the last one filled with zeros."""
+        """[n, k] -> panels [n / 2V, k, 2V], the last filled with zeros; bfloat16: [n / 2V, k / 2, 2V, 2]."""
         n, k = weight.shape
+        if k % 2:
+            raise MarsError(f"its hidden size ({k}) is odd")
         panel = 2 * self.vector
         padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -n % panel)).to(self.dtype)
-        packed = padded.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+        packed = padded.unflatten(0, (-1, panel)).transpose(1, 2)
+        if self.bf16:
+            packed = packed.unflatten(1, (-1, 2)).transpose(2, 3)
         return _Linear(w=self._keep(packed), bias=None if bias is None else self._vector(bias), k=k, n=n)
 
     def _rotations(self, model: Any) -> tuple[int, int]:
@@ -153,6 +186,22 @@ class _Packed:
 def _threads(matrix: int) -> int:
     """Threads for a model whose MLP matrices have so many entries: each must outlast a barrier."""
     return max(1, min(torch.get_num_threads(), matrix // 2**16))
+
+
+def _groups(widths: list[int], most: int, kv_heads: int, threads: int) -> list[int]:
+    """Where the tokens begin that share an attention pass, and the end: at most `most`, all of one row.
+
+    `widths`: tokens of each row. Each key head of a group is one thread's piece of work; a lone row is cut so
+    that the threads get as many.
+    """
+    begins, first = [], 0
+    for width in widths:
+        parts = -(-width // most)
+        if len(widths) == 1:
+            parts = next((p for p in range(parts, width) if p * kv_heads % threads == 0), parts)
+        begins += [first + width * part // parts for part in range(parts)]
+        first += width
+    return [*begins, first]
 
 
 # An engine for each call of `generate` must not pack the same weights again.
@@ -216,8 +265,9 @@ class NativeForward:
             sin=weights.sin,
             layer=ctypes.addressof(self._layers),
         )
-        widest = max(weights.intermediate, config.hidden_size, config.num_attention_heads * head_dim)
-        self._own_size = max(2 * vector * widest, 4 * self.cache.slots)  # as `mars_forward` asks
+        queries = self._library.mars_queries()
+        self._own_size = queries * (self.cache.slots + 2 * head_dim)  # as `mars_forward` asks
+        self._together = max(1, queries * kv_heads // config.num_attention_heads)  # tokens of a pass
         self._threads = _threads(weights.intermediate * config.hidden_size)
         self._scratch: list[Tensor] = []
         self._own = torch.empty(0)
@@ -228,6 +278,7 @@ class NativeForward:
     def hidden(self, feed: Feed) -> Tensor:
         """Run the layers, write the tokens' keys and values: the last hidden states, float32 [N, hidden]."""
         tokens, threads = len(feed.input_ids), self._threads
+        groups = _groups(feed.width.tolist(), self._together, self._model.kv_heads, threads)
         x = self._embed(torch.from_numpy(feed.input_ids)).float()
         arrays = [
             np.ascontiguousarray(values, dtype=np.int64)
@@ -237,11 +288,12 @@ class NativeForward:
                 feed.position_ids,
                 feed.sees_before,
                 feed.sees_from,
+                groups,
             )
         ]
         self._library.mars_forward(
             ctypes.byref(self._model),
-            ctypes.byref(_Feed(*(values.ctypes.data for values in arrays), tokens)),
+            ctypes.byref(_Feed(*(values.ctypes.data for values in arrays), tokens, len(groups) - 1)),
             _Pointer(x.data_ptr()),
             *(_Pointer(buffer.data_ptr()) for buffer in self._buffers(tokens, threads)),
             _Int(self._own_size),
@@ -252,14 +304,14 @@ class NativeForward:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
         hidden, head, threads = hidden.contiguous(), self._weights.head, self._threads
-        logits = torch.empty(len(hidden), head.n)
+        logits, scratch = torch.empty(len(hidden), head.n), torch.empty_like(hidden)
         self._library.mars_linear(
             ctypes.byref(head),
             _Int(self._weights.bf16),
             _Pointer(hidden.data_ptr()),
             _Int(len(hidden)),
             _Pointer(logits.data_ptr()),
-            _Pointer(self._buffers(len(hidden), threads)[-1].data_ptr()),
+            _Pointer(scratch.data_ptr()),
             _Int(threads),
         )
         return logits

@@ -2,7 +2,8 @@
  *
  * Decoding reads every weight once a forward, so its time is the memory's as long as the arithmetic hides
  * behind the reading. Library kernels for such narrow products repack the matrix or read it at half speed;
- * here it lies packed as it is read, and is fetched ahead.
+ * here it lies packed as it is read, and is fetched ahead. Where tokens need several passes, the passes take
+ * turns on small blocks of weights, so that all of them hide behind the reading.
  *
  * A token's result is the same to the last bit whatever else the forward holds: every output is summed in
  * one order, along k, by one accumulator, however many tokens are multiplied at once. So exact mode's text is
@@ -23,20 +24,21 @@
 #define V 8 /* the compiler cuts it in two where the machine's vectors are shorter */
 #endif
 #define PANEL (2 * V) /* outputs of one pass over k */
-#define ROWS 8        /* tokens of one pass */
-#define HEADS 4       /* query heads of one pass */
-#define AHEAD 8192    /* bytes to fetch ahead of the pass: measured, flat between 4096 and 16384 */
+#if V == 16
+#define ROWS 13    /* tokens of one pass: two accumulators each, and registers left for the weights */
+#define QUERIES 12 /* a key head's queries of one pass, of one or several tokens */
+#else
+#define ROWS 6
+#define QUERIES 4
+#endif
+#define PASSES 4   /* passes that share a block of weights while it is in the first cache */
+#define BLOCK 128  /* k of such a block */
+#define TILE 64    /* slots whose weights lie beside each other in one pass over the values */
+#define AHEAD 12288 /* bytes to fetch ahead of the pass: measured, flat between 8192 and 16384 */
 
 typedef float vf __attribute__((vector_size(V * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(V * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(V * 4), aligned(4), may_alias));
-typedef uint16_t vh __attribute__((vector_size(V * 2), aligned(2), may_alias));
-
-static inline vf load_f32(const void *w, int64_t i) { return *(const vf *)((const float *)w + i); }
-static inline vf load_bf16(const void *w, int64_t i) {
-  vh half = *(const vh *)((const uint16_t *)w + i);
-  return (vf)(__builtin_convertvector(half, vu) << 16);
-}
 
 /* ---- threads ----------------------------------------------------------------------------------------- */
 
@@ -64,45 +66,60 @@ static void meet(Barrier *barrier) {
 enum { STORE, ADD, SWIGLU }; /* what becomes of a product */
 
 typedef struct {
-  const void *w;     /* [panels][k][PANEL]; SWIGLU: V columns of the gate, then V of the up projection */
+  /* [panels][k][PANEL], bfloat16: [panels][k / 2][PANEL][2]; SWIGLU: V columns of the gate, then V of up */
+  const void *w;
   const float *bias; /* [n] or null */
-  int64_t k, n;      /* n: outputs; for SWIGLU gate and up together */
+  int64_t k, n;      /* k even; n: outputs, for SWIGLU gate and up together */
 } Linear;
 
-/* acc[m][0..1] = sum over k of x[m][k] * panel[k], for M tokens. */
-#define PANEL_PRODUCT(TYPE, BYTES, M)                                                                        \
-  static void panel_##TYPE##_##M(const float *x, int64_t ldx, const char *w, int64_t k, int64_t ahead,       \
+/* Half of the weights of one k. A float32 panel has a row for each k; a bfloat16 panel one for each two, the
+ * even k's weight in a word's low half, the odd one's in its high half: one operation widens either. */
+static inline vf load_f32(const char *w, int odd, int half) {
+  return *(const vf *)(w + odd * PANEL * 4 + half * V * 4);
+}
+static inline vf load_bf16(const char *w, int odd, int half) {
+  vu pair = *(const vu *)(w + half * V * 4);
+  return odd ? (vf)(pair & 0xffff0000u) : (vf)(pair << 16);
+}
+
+/* out[m][0..1] += sum over k, which is even, of x[k][m] * panel[k], for M tokens; fetches `next`, `step` bytes
+ * further for each k, into the second cache: the first one is full of x. */
+#define PANEL_PRODUCT(TYPE, M)                                                                               \
+  static void panel_##TYPE##_##M(const float *x, const char *w, int64_t k, const char *next, int64_t step,   \
                                  vf (*out)[2]) {                                                             \
     vf acc[M][2];                                                                                            \
-    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = (vf){0};                                             \
-    for (int64_t i = 0; i < k; i++) {                                                                        \
-      for (int line = 0; line < PANEL * BYTES; line += 64)                                                   \
-        __builtin_prefetch(w + i * PANEL * BYTES + ahead + line, 0, 3);                                      \
-      vf w0 = load_##TYPE(w, i * PANEL), w1 = load_##TYPE(w, i * PANEL + V);                                 \
-      _Pragma("GCC unroll 8") for (int m = 0; m < M; m++) {                                                  \
-        float scalar = x[m * ldx + i];                                                                       \
-        acc[m][0] += w0 * scalar;                                                                            \
-        acc[m][1] += w1 * scalar;                                                                            \
+    for (int m = 0; m < M; m++) acc[m][0] = out[m][0], acc[m][1] = out[m][1];                                \
+    for (int64_t i = 0; i < k; i += 2, x += 2 * M, w += 2 * PANEL * sizeof_##TYPE, next += 2 * step) {       \
+      for (int line = 0; line < 2 * PANEL * sizeof_##TYPE; line += 64) __builtin_prefetch(next + line, 0, 2);\
+      _Pragma("GCC unroll 2") for (int odd = 0; odd < 2; odd++) {                                            \
+        vf w0 = load_##TYPE(w, odd, 0), w1 = load_##TYPE(w, odd, 1);                                         \
+        _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                               \
+          float scalar = x[odd * M + m];                                                                     \
+          acc[m][0] += w0 * scalar;                                                                          \
+          acc[m][1] += w1 * scalar;                                                                          \
+        }                                                                                                    \
       }                                                                                                      \
     }                                                                                                        \
     for (int m = 0; m < M; m++) out[m][0] = acc[m][0], out[m][1] = acc[m][1];                                \
   }
-#define PANEL_PRODUCTS(TYPE, BYTES)                                                                          \
-  PANEL_PRODUCT(TYPE, BYTES, 1)                                                                              \
-  PANEL_PRODUCT(TYPE, BYTES, 2)                                                                              \
-  PANEL_PRODUCT(TYPE, BYTES, 3)                                                                              \
-  PANEL_PRODUCT(TYPE, BYTES, 4)                                                                              \
-  PANEL_PRODUCT(TYPE, BYTES, 5)                                                                              \
-  PANEL_PRODUCT(TYPE, BYTES, 6)                                                                              \
-  PANEL_PRODUCT(TYPE, BYTES, 7)                                                                              \
-  PANEL_PRODUCT(TYPE, BYTES, 8)                                                                              \
-  static const PanelProduct by_tokens_##TYPE[ROWS] = {                                                       \
-      panel_##TYPE##_1, panel_##TYPE##_2, panel_##TYPE##_3, panel_##TYPE##_4,                                \
-      panel_##TYPE##_5, panel_##TYPE##_6, panel_##TYPE##_7, panel_##TYPE##_8};
+#define UP_TO_6(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
+#define UP_TO_12(DO) UP_TO_6(DO) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+#if V == 16
+#define UP_TO_ROWS(DO) UP_TO_12(DO) DO(13)
+#else
+#define UP_TO_ROWS(DO) UP_TO_6(DO)
+#endif
+enum { sizeof_f32 = 4, sizeof_bf16 = 2 };
 
-typedef void (*PanelProduct)(const float *, int64_t, const char *, int64_t, int64_t, vf (*)[2]);
-PANEL_PRODUCTS(f32, 4)
-PANEL_PRODUCTS(bf16, 2)
+typedef void (*PanelProduct)(const float *, const char *, int64_t, const char *, int64_t, vf (*)[2]);
+#define PRODUCT_F32(M) PANEL_PRODUCT(f32, M)
+#define PRODUCT_BF16(M) PANEL_PRODUCT(bf16, M)
+#define NAME_F32(M) panel_f32_##M,
+#define NAME_BF16(M) panel_bf16_##M,
+UP_TO_ROWS(PRODUCT_F32)
+UP_TO_ROWS(PRODUCT_BF16)
+static const PanelProduct by_tokens_f32[ROWS] = {UP_TO_ROWS(NAME_F32)};
+static const PanelProduct by_tokens_bf16[ROWS] = {UP_TO_ROWS(NAME_BF16)};
 
 /* e^x, relative error below 1e-6: x = n ln 2 + r, e^r by its Taylor polynomial. */
 static inline vf vexp(vf x) {
@@ -126,33 +143,54 @@ static inline vf vexp(vf x) {
 
 static inline vf silu(vf x) { return x / (1.0f + vexp(-x)); }
 
-/* One panel of y = x W for all tokens. */
+/* Tokens are multiplied in passes of up to ROWS. What is to be multiplied lies packed: a pass's tokens side by
+ * side, [passes][k][tokens of the pass], so that they are read one behind the other. */
+static int64_t passes_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
+static int64_t pass_begin(int64_t tokens, int64_t pass) { return tokens * pass / passes_of(tokens); }
+
+/* Where a token's entry 0 lies in x packed of width k; the next one is `stride` further. */
+static float *packed(float *x, int64_t k, int64_t tokens, int64_t t, int64_t *stride) {
+  int64_t pass = ((t + 1) * passes_of(tokens) - 1) / tokens, begin = pass_begin(tokens, pass);
+  *stride = pass_begin(tokens, pass + 1) - begin;
+  return x + begin * k + (t - begin);
+}
+
+/* One panel of y = x W for all tokens; x and, for SWIGLU, y packed. */
 static void panel(const Linear *linear, int bf16, const float *x, int64_t tokens, int64_t index, float *y,
-                  int64_t ldy, int mode, float *wide) {
-  int64_t k = linear->k, size = k * PANEL * (bf16 ? 2 : 4), first = index * PANEL;
-  const char *w = (const char *)linear->w + index * size;
+                  int64_t ldy, int mode) {
+  int64_t k = linear->k, line = PANEL * (bf16 ? 2 : 4), first = index * PANEL, all = passes_of(tokens);
+  const char *w = (const char *)linear->w + index * k * line;
   int64_t ahead = AHEAD;
-  if (bf16 && tokens > 2 * ROWS) { /* widen once, not once a pass: the same numbers */
-    for (int64_t i = 0; i < k * 2; i++) *(vf *)(wide + i * V) = load_bf16(w, i * V);
-    w = (const char *)wide, bf16 = 0, ahead = 0;
-  }
-  for (int64_t m = 0; m < tokens; m += ROWS) {
-    int64_t count = tokens - m < ROWS ? tokens - m : ROWS;
-    vf acc[ROWS][2];
-    (bf16 ? by_tokens_bf16 : by_tokens_f32)[count - 1](x + m * k, k, w, k, ahead, acc);
-    ahead = 0; /* from now on it is in the cache */
-    for (int64_t r = 0; r < count; r++) {
-      float out[PANEL] __attribute__((aligned(64)));
-      int64_t width = linear->n - first < PANEL ? linear->n - first : PANEL, at = first;
-      if (mode == SWIGLU) {
-        *(vf *)out = silu(acc[r][0]) * acc[r][1];
-        width = V, at = first / 2;
-      } else {
-        *(vf *)out = acc[r][0], *(vf *)(out + V) = acc[r][1];
+  for (int64_t done = 0; done < all; done += PASSES) {
+    int64_t passes = all - done < PASSES ? all - done : PASSES, block = passes > 1 ? BLOCK : k;
+    int64_t begin = pass_begin(tokens, done), end = pass_begin(tokens, done + passes);
+    vf acc[PASSES * ROWS][2];
+    memset(acc, 0, (end - begin) * sizeof *acc);
+    for (int64_t i = 0; i < k; i += block) {
+      int64_t length = k - i < block ? k - i : block;
+      const char *here = w + i * line;
+      for (int64_t pass = 0; pass < passes; pass++) { /* each fetches its share of what comes next */
+        int64_t from = pass_begin(tokens, done + pass), count = pass_begin(tokens, done + pass + 1) - from;
+        const char *next = here + ahead + length * line * pass / passes;
+        (bf16 ? by_tokens_bf16 : by_tokens_f32)[count - 1](x + from * k + i * count, here, length, next,
+                                                          ahead ? line / passes : 0, acc + (from - begin));
       }
-      float *to = y + (m + r) * ldy + at;
+    }
+    ahead = 0; /* from now on it is in the cache */
+    for (int64_t t = begin; t < end; t++) {
+      float out[PANEL] __attribute__((aligned(64)));
+      int64_t width = linear->n - first < PANEL ? linear->n - first : PANEL;
+      if (mode == SWIGLU) {
+        int64_t stride;
+        float *to = packed(y, linear->n / 2, tokens, t, &stride) + first / 2 * stride;
+        *(vf *)out = silu(acc[t - begin][0]) * acc[t - begin][1];
+        for (int64_t i = 0; i < V; i++) to[i * stride] = out[i];
+        continue;
+      }
+      *(vf *)out = acc[t - begin][0], *(vf *)(out + V) = acc[t - begin][1];
+      float *to = y + t * ldy + first;
       if (linear->bias)
-        for (int64_t i = 0; i < width; i++) out[i] += linear->bias[at + i];
+        for (int64_t i = 0; i < width; i++) out[i] += linear->bias[first + i];
       if (mode == ADD)
         for (int64_t i = 0; i < width; i++) to[i] += out[i];
       else
@@ -161,24 +199,46 @@ static void panel(const Linear *linear, int bf16, const float *x, int64_t tokens
   }
 }
 
-/* y[tokens][n] = x[tokens][k] W; by all threads of the region that calls it. */
+/* y[tokens][n] = x W, x packed; by all threads of the region that calls it. */
 static void linear(const Linear *linear, int bf16, const float *x, int64_t tokens, float *y, int64_t ldy,
-                   int mode, float *wide, Barrier *barrier) {
+                   int mode, Barrier *barrier) {
   int64_t panels = (linear->n + PANEL - 1) / PANEL;
 #pragma omp for schedule(static) nowait
-  for (int64_t i = 0; i < panels; i++) panel(linear, bf16, x, tokens, i, y, ldy, mode, wide);
+  for (int64_t i = 0; i < panels; i++) panel(linear, bf16, x, tokens, i, y, ldy, mode);
   meet(barrier);
 }
 
 /* ---- what stands between them ------------------------------------------------------------------------ */
 
-static void rms_norm(const float *x, const float *weight, int64_t n, float eps, float *y) {
+static float rms_scale(const float *x, int64_t n, float eps) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
-  float scale = 1.0f / sqrtf(sum / (float)n + eps);
+  return 1.0f / sqrtf(sum / (float)n + eps);
+}
+
+static void rms_norm(const float *x, const float *weight, int64_t n, float eps, float *y) {
+  float scale = rms_scale(x, n, eps);
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* Packs x[tokens][k], normalised where there is a weight; by all threads. Tokens are neighbours in packed lines,
+ * so a thread takes its share of k for all tokens: no line is written by two. */
+static void pack(const float *x, int64_t k, int64_t tokens, const float *weight, float eps, float *y,
+                 Barrier *barrier) {
+  int64_t lines = (k + 15) / 16, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+  int64_t begin = lines * thread / threads * 16, end = lines * (thread + 1) / threads * 16;
+  if (end > k) end = k;
+  for (int64_t t = 0; t < tokens; t++, x += k) {
+    int64_t stride;
+    float *to = packed(y, k, tokens, t, &stride), scale = weight ? rms_scale(x, k, eps) : 1.0f;
+    if (weight)
+      for (int64_t i = begin; i < end; i++) to[i * stride] = x[i] * scale * weight[i];
+    else
+      for (int64_t i = begin; i < end; i++) to[i * stride] = x[i];
+  }
+  meet(barrier);
 }
 
 static void rotate(float *x, const float *cos, const float *sin, int64_t dim) {
@@ -210,7 +270,8 @@ typedef struct {
 /* A token sees its row's slots before `before` and those from `from` to its own. */
 typedef struct {
   const int64_t *row, *slot, *position, *before, *from;
-  int64_t tokens;
+  const int64_t *group; /* [groups + 1] where tokens begin that share an attention pass: all of one row */
+  int64_t tokens, groups;
 } Feed;
 
 /* Scores of the slots 0 .. end become e^(score - best), 0 where unseen; gives 1 / their sum. */
@@ -241,63 +302,105 @@ static float softmax(float *scores, int64_t before, int64_t from, int64_t end) {
   return 1.0f / sum;
 }
 
-/* softmax(q K) V of `heads` query heads beside each other that share a key head; scores: scratch of heads x
- * slots. `heads` is a constant where it is called, so that the loops over it are unrolled. */
-static inline __attribute__((always_inline)) void attend_heads(const int heads, const Model *model, const float *q,
-                                                               const float *keys, const float *values,
-                                                               int64_t before, int64_t from, int64_t own,
-                                                               float *scores, float *out) {
-  int64_t dim = model->head_dim, slots = model->slots, end = before > own + 1 ? before : own + 1;
-  if (from < before) from = before;
-  for (int64_t s = 0; s < end; s += 2 * V) {
-    const float *k = keys + s * dim;
-    vf acc[HEADS][2];
-    for (int h = 0; h < heads; h++) acc[h][0] = acc[h][1] = (vf){0};
-    for (int64_t d = 0; d < dim; d++) {
-      vf k0 = *(const vf *)(k + d * V), k1 = *(const vf *)(k + (dim + d) * V);
-      _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) {
-        float scalar = q[h * dim + d];
-        acc[h][0] += k0 * scalar;
-        acc[h][1] += k1 * scalar;
-      }
-    }
-    for (int h = 0; h < heads; h++)
-      for (int b = 0; b < 2; b++) *(vf *)(scores + h * slots + s + b * V) = acc[h][b] * model->scale;
+/* scores[j][s] = scale * sum over d of q[d][j] keys[s][d], for Q queries and the slots 0 .. end, rounded up. */
+#define SCORE(Q)                                                                                             \
+  static void score_##Q(const Model *model, const float *q, const float *keys, int64_t end, float *scores) { \
+    int64_t dim = model->head_dim, slots = model->slots;                                                     \
+    for (int64_t s = 0; s < end; s += 2 * V) {                                                               \
+      const float *k = keys + s * dim, *x = q;                                                               \
+      vf acc[Q][2];                                                                                          \
+      for (int j = 0; j < Q; j++) acc[j][0] = acc[j][1] = (vf){0};                                           \
+      for (int64_t d = 0; d < dim; d++, x += Q, k += V) {                                                    \
+        vf k0 = *(const vf *)k, k1 = *(const vf *)(k + dim * V);                                             \
+        _Pragma("GCC unroll 16") for (int j = 0; j < Q; j++) {                                               \
+          acc[j][0] += k0 * x[j];                                                                            \
+          acc[j][1] += k1 * x[j];                                                                            \
+        }                                                                                                    \
+      }                                                                                                      \
+      for (int j = 0; j < Q; j++)                                                                            \
+        for (int b = 0; b < 2; b++) *(vf *)(scores + j * slots + s + b * V) = acc[j][b] * model->scale;      \
+    }                                                                                                        \
   }
-  float inverse[HEADS];
-  for (int h = 0; h < heads; h++) inverse[h] = softmax(scores + h * slots, before, from, end);
-  for (int64_t d = 0; d < dim; d += 2 * V) {
-    int wide = dim - d < 2 * V ? 1 : 2;
-    vf acc[HEADS][2];
-    for (int h = 0; h < heads; h++) acc[h][0] = acc[h][1] = (vf){0};
-    for (int part = 0; part < 2; part++) {
-      int64_t s = part ? from : 0, stop = part ? own + 1 : before;
-      const float *v = values + s * dim + d;
-      for (; s < stop; s++, v += dim) {
-        vf v0 = *(const vf *)v, v1 = wide == 2 ? *(const vf *)(v + V) : v0;
-        _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++) {
-          float p = scores[h * slots + s];
-          acc[h][0] += v0 * p;
-          acc[h][1] += v1 * p;
-        }
-      }
-    }
-    for (int h = 0; h < heads; h++)
-      for (int i = 0; i < wide; i++) *(vf *)(out + h * dim + d + i * V) = acc[h][i] * inverse[h];
-  }
-}
 
-/* All query heads of one key head. */
-static void attend(const Model *model, int64_t heads, const float *q, const float *keys, const float *values,
-                   int64_t before, int64_t from, int64_t own, float *scores, float *out) {
-  int64_t dim = model->head_dim;
-  for (int64_t h = 0; h < heads; h += HEADS, q += HEADS * dim, out += HEADS * dim) {
-    switch (heads - h < HEADS ? heads - h : HEADS) {
-    case 1: attend_heads(1, model, q, keys, values, before, from, own, scores, out); break;
-    case 2: attend_heads(2, model, q, keys, values, before, from, own, scores, out); break;
-    case 3: attend_heads(3, model, q, keys, values, before, from, own, scores, out); break;
-    default: attend_heads(HEADS, model, q, keys, values, before, from, own, scores, out);
-    }
+/* out[j][d] += sum over the slots from .. to of p[j][s] values[s][d], for Q queries. */
+#define WEIGH(Q)                                                                                             \
+  static void weigh_##Q(const Model *model, const float *p, const float *values, int64_t from, int64_t to,   \
+                        float *out) {                                                                        \
+    int64_t dim = model->head_dim, slots = model->slots;                                                     \
+    float tile[Q][TILE] __attribute__((aligned(64)));                                                        \
+    for (int64_t s = from; s < to; s += TILE) {                                                              \
+      int64_t count = to - s < TILE ? to - s : TILE;                                                         \
+      for (int j = 0; j < Q; j++) memcpy(tile[j], p + j * slots + s, count * sizeof(float));                 \
+      for (int64_t d = 0; d < dim; d += 2 * V) {                                                             \
+        const int64_t other = dim - d < 2 * V ? 0 : V; /* an odd half is computed twice */                   \
+        const float *v = values + s * dim + d;                                                               \
+        vf acc[Q][2];                                                                                        \
+        for (int j = 0; j < Q; j++) {                                                                        \
+          acc[j][0] = *(vf *)(out + j * dim + d);                                                            \
+          acc[j][1] = *(vf *)(out + j * dim + d + other);                                                    \
+        }                                                                                                    \
+        for (int64_t i = 0; i < count; i++, v += dim) {                                                      \
+          vf v0 = *(const vf *)v, v1 = *(const vf *)(v + other);                                             \
+          _Pragma("GCC unroll 16") for (int j = 0; j < Q; j++) {                                             \
+            acc[j][0] += v0 * tile[j][i];                                                                    \
+            acc[j][1] += v1 * tile[j][i];                                                                    \
+          }                                                                                                  \
+        }                                                                                                    \
+        for (int j = 0; j < Q; j++) {                                                                        \
+          *(vf *)(out + j * dim + d) = acc[j][0];                                                            \
+          *(vf *)(out + j * dim + d + other) = acc[j][1];                                                    \
+        }                                                                                                    \
+      }                                                                                                      \
+    }                                                                                                        \
+  }
+#if V == 16
+#define UP_TO_QUERIES(DO) UP_TO_12(DO)
+#else
+#define UP_TO_QUERIES(DO) DO(1) DO(2) DO(3) DO(4)
+#endif
+#define NAME_SCORE(Q) score_##Q,
+#define NAME_WEIGH(Q) weigh_##Q,
+UP_TO_QUERIES(SCORE)
+UP_TO_QUERIES(WEIGH)
+static void (*const score[QUERIES])(const Model *, const float *, const float *, int64_t, float *) = {
+    UP_TO_QUERIES(NAME_SCORE)};
+static void (*const weigh[QUERIES])(const Model *, const float *, const float *, int64_t, int64_t, float *) = {
+    UP_TO_QUERIES(NAME_WEIGH)};
+
+/* softmax(q K) V of the tokens begin .. end of one row, for `heads` query heads from `first` on that share the
+ * key head `kv`. Keys, and the values that all of these tokens see, are read once for all of them; what a token
+ * sees behind those comes after, in the same order as if it were alone. */
+static void attend(const Model *model, const Layer *layer, const Feed *feed, const float *qkv, int64_t begin,
+                   int64_t end, int64_t kv, int64_t first, int64_t heads, float *scratch, float *mixed) {
+  int64_t dim = model->head_dim, slots = model->slots, count = end - begin, queries = count * heads;
+  int64_t base = (feed->row[begin] * model->kv_heads + kv) * slots * dim;
+  int64_t width = (model->q_heads + 2 * model->kv_heads) * dim;
+  float *scores = scratch, *q = scores + QUERIES * slots, *out = q + QUERIES * dim, inverse[QUERIES];
+  for (int64_t j = 0; j < queries; j++) {
+    const float *of = qkv + (begin + j / heads) * width + (first + j % heads) * dim;
+    for (int64_t d = 0; d < dim; d++) q[d * queries + j] = of[d];
+  }
+  int64_t common = slots, last = 0;
+  for (int64_t t = begin; t < end; t++) {
+    int64_t own = feed->slot[t] + 1, before = feed->before[t];
+    if (before < common) common = before;
+    if (own > last) last = own;
+    if (before > last) last = before;
+  }
+  score[queries - 1](model, q, layer->keys + base, last, scores);
+  for (int64_t j = 0; j < queries; j++) {
+    int64_t t = begin + j / heads, own = feed->slot[t] + 1, before = feed->before[t], from = feed->from[t];
+    inverse[j] = softmax(scores + j * slots, before, from, own > before ? own : before);
+  }
+  memset(out, 0, queries * dim * sizeof(float));
+  weigh[queries - 1](model, scores, layer->values + base, 0, common, out);
+  for (int64_t t = begin, j = 0; t < end; t++, j += heads) {
+    int64_t before = feed->before[t], from = feed->from[t] > before ? feed->from[t] : before;
+    weigh[heads - 1](model, scores + j * slots, layer->values + base, common, before, out + j * dim);
+    weigh[heads - 1](model, scores + j * slots, layer->values + base, from, feed->slot[t] + 1, out + j * dim);
+    float *to = mixed + (t * model->q_heads + first) * dim;
+    for (int64_t h = 0; h < heads; h++)
+      for (int64_t d = 0; d < dim; d++) to[h * dim + d] = out[(j + h) * dim + d] * inverse[j + h];
   }
 }
 
@@ -324,53 +427,55 @@ static void store(const Model *model, const Layer *layer, const Feed *feed, int6
 
 int64_t mars_vector(void) { return V; }
 
+int64_t mars_queries(void) { return QUERIES; }
+
 int64_t mars_model_bytes(void) { return sizeof(Model) + sizeof(Layer); } /* to check both sides' structs */
 
-/* y[tokens][n] = x[tokens][k] W; wide: [threads][k][PANEL]. */
-void mars_linear(const Linear *w, int64_t bf16, const float *x, int64_t tokens, float *y, float *wide,
+/* y[tokens][n] = x[tokens][k] W; scratch: as large as x. */
+void mars_linear(const Linear *w, int64_t bf16, const float *x, int64_t tokens, float *y, float *scratch,
                  int64_t threads) {
   Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
-  linear(w, bf16, x, tokens, y, w->n, STORE, wide + omp_get_thread_num() * w->k * PANEL, &barrier);
+  {
+    pack(x, w->k, tokens, 0, 0, scratch, &barrier);
+    linear(w, bf16, scratch, tokens, y, w->n, STORE, &barrier);
+  }
 }
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
  * Scratch: normed [tokens][hidden]; qkv [tokens][(q + 2 kv) dim]; mixed [tokens][q dim];
- * mlp [tokens][intermediate]; own [threads][own_size], the widest k times PANEL or HEADS times `slots`, whichever is more.
+ * mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
  */
 void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
                   float *mlp, float *own, int64_t own_size, int64_t threads) {
   int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, kv_heads = model->kv_heads;
-  int64_t groups = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
+  int64_t heads = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
   int bf16 = (int)model->bf16;
+  float *packed_mixed = qkv; /* read by then */
   Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
   {
     float *scratch = own + omp_get_thread_num() * own_size;
     for (int64_t l = 0; l < model->layers; l++) {
       const Layer *layer = &model->layer[l];
-#pragma omp for schedule(static) nowait
-      for (int64_t t = 0; t < tokens; t++)
-        rms_norm(x + t * hidden, layer->norm_attention, hidden, model->eps, normed + t * hidden);
-      meet(&barrier);
-      linear(&layer->qkv, bf16, normed, tokens, qkv, width, STORE, scratch, &barrier);
+      pack(x, hidden, tokens, layer->norm_attention, model->eps, normed, &barrier);
+      linear(&layer->qkv, bf16, normed, tokens, qkv, width, STORE, &barrier);
 #pragma omp for schedule(static) nowait
       for (int64_t t = 0; t < tokens; t++) store(model, layer, feed, t, qkv + t * width);
       meet(&barrier);
 #pragma omp for schedule(dynamic) nowait
-      for (int64_t i = 0; i < tokens * kv_heads; i++) {
-        int64_t t = i / kv_heads, h = i % kv_heads, base = (feed->row[t] * kv_heads + h) * model->slots * dim;
-        attend(model, groups, qkv + t * width + h * groups * dim, layer->keys + base, layer->values + base,
-               feed->before[t], feed->from[t], feed->slot[t], scratch, mixed + i * groups * dim);
+      for (int64_t i = 0; i < feed->groups * kv_heads; i++) {
+        int64_t g = i / kv_heads, kv = i % kv_heads;
+        for (int64_t h = 0; h < heads; h += QUERIES)
+          attend(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv, kv * heads + h,
+                 heads - h < QUERIES ? heads - h : QUERIES, scratch, mixed);
       }
       meet(&barrier);
-      linear(&layer->out, bf16, mixed, tokens, x, hidden, ADD, scratch, &barrier);
-#pragma omp for schedule(static) nowait
-      for (int64_t t = 0; t < tokens; t++)
-        rms_norm(x + t * hidden, layer->norm_mlp, hidden, model->eps, normed + t * hidden);
-      meet(&barrier);
-      linear(&layer->gate_up, bf16, normed, tokens, mlp, model->intermediate, SWIGLU, scratch, &barrier);
-      linear(&layer->down, bf16, mlp, tokens, x, hidden, ADD, scratch, &barrier);
+      pack(mixed, model->q_heads * dim, tokens, 0, 0, packed_mixed, &barrier);
+      linear(&layer->out, bf16, packed_mixed, tokens, x, hidden, ADD, &barrier);
+      pack(x, hidden, tokens, layer->norm_mlp, model->eps, normed, &barrier);
+      linear(&layer->gate_up, bf16, normed, tokens, mlp, model->intermediate, SWIGLU, &barrier);
+      linear(&layer->down, bf16, mlp, tokens, x, hidden, ADD, &barrier);
     }
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
