@@ -72,14 +72,29 @@ def test_the_choice_is_the_best_of_all_thresholds_by_a_slow_count():
                             chosen[r, k] = depth
                             gain += outcome * np.prod(p[:depth])
                             drafts += outcome
-            rows = int((groups.sum(axis=1) > 0).sum())
             own = groups.sum(axis=1) > 0
             tokens = clean - j[own].sum() + chosen.sum() + drafts
-            rate = (rows + gain) / float(chooser.cost(tokens))
+            rate = (5 + gain) / float(chooser.cost(tokens))
             if best is None or rate > best[0] * (1 + 1e-9):
                 best = (rate, chosen)
         got = chooser.choose(groups, j, np.ones(5, dtype=bool), clean)
         assert (got == best[1]).all()
+
+
+def test_a_prompt_in_the_forward_makes_no_mask_cheaper():
+    groups, drafted = full_groups(4, 2)
+    everybody = np.ones(4, dtype=bool)
+    for per_token in (0.01, 0.03, 0.1):
+        alone = width(per_token).choose(groups, drafted, everybody, 12)
+        beside = width(per_token).choose(groups, drafted, everybody, 12 + 5000, prompt=5000)
+        assert (alone == beside).all()
+        # A row that ends its prompt gets a token, one in the midst of it does not.
+        more = np.concatenate([groups, np.zeros((1, 3), dtype=int)])
+        unfinished = width(per_token).choose(
+            more, np.append(drafted, 0), np.ones(5, dtype=bool), 12 + 400, prompt=400, rows=4
+        )
+        assert (unfinished[:4] == alone).all()
+    assert 0 < width(0.03).choose(groups, drafted, everybody, 12).sum() < groups.sum()
 
 
 def test_rows_with_a_fixed_width_keep_theirs():

@@ -24,6 +24,8 @@ THRESHOLDS = np.array([2.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05
 PROBE_EVERY = 32
 # What is believed of a draft before any was seen, and how many seen ones weigh as much as this belief.
 PRIOR, PRIOR_WEIGHT = 0.65, 8.0
+# Tokens of the forwards that are timed at the start; their costs need not lie on a line.
+MEASURED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 MEMORY = 400.0  # drafts after which older ones count half
 
 
@@ -32,8 +34,8 @@ class ForwardCost:
 
     def __init__(self, seconds: dict[int, float]) -> None:
         sizes = sorted(seconds)
-        # 1, 2, 3, 4, 6, 8, 12, … 384
-        self.tokens = np.array([1.0, *(2.0**i * k for i in range(1, 9) for k in (1, 1.5))])
+        # 1, 2, 3, 4, 6, 8, 12, … 24576: beside a long prompt, too, a mask has its price.
+        self.tokens = np.array([1.0, *(2.0**i * k for i in range(1, 15) for k in (1, 1.5))])
         known = np.array([seconds[size] for size in sizes])
         # Past the largest measured size the last slope goes on.
         slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
@@ -70,7 +72,16 @@ class AdaptiveWidth:
         self.tries = np.full(block_size - 1, PRIOR_WEIGHT)
         self._idle = 0
 
-    def choose(self, groups: Ints, drafted: Ints, adapts: np.ndarray, clean: int) -> Ints:
+    def choose(
+        self,
+        groups: Ints,
+        drafted: Ints,
+        adapts: np.ndarray,
+        clean: int,
+        *,
+        prompt: int = 0,
+        rows: int | None = None,
+    ) -> Ints:
         """The masks to place behind each draft prefix.
 
         Args:
@@ -78,6 +89,8 @@ class AdaptiveWidth:
             drafted: int64 [R], the draft's length now.
             adapts: bool [R], the rows whose groups may be smaller.
             clean: tokens of the forward without masks.
+            prompt: so many of these are there once, to prefill; the others are what a decoding step feeds.
+            rows: rows that get a token from the forward; None: all R.
         Returns:
             int64 [R, K], between 0 and `groups`.
         """
@@ -101,7 +114,11 @@ class AdaptiveWidth:
         # The drafts that these masks will leave are fed by the next forward, in the place of today's.
         drafts = (outcome[:, :, None, None] * placed).sum(axis=(0, 1, 2))
         tokens = clean + groups[~adapts].sum() - j.sum() + masks + drafts
-        best = int(np.argmax((len(own) + gain) / self.cost(tokens)))
+        committed = (len(groups) if rows is None else rows) + gain
+        # What a second is worth: the tokens that the rows commit in it while they only decode. A forward that
+        # carries prompts too is long in any case: measured by its own rate, every mask would pay in it.
+        rate = (committed / self.cost(tokens - prompt)).max()
+        best = int(np.argmax(committed - rate * self.cost(tokens)))
         chosen = groups.copy()
         chosen[adapts] = placed[..., best].sum(axis=2)
         self._idle = 0 if masks[best] else self._idle + 1
@@ -136,14 +153,13 @@ def forward_cost(model: Any, forward: Forward, slots: int) -> ForwardCost:
     known = _costs.setdefault(model, {})
     kind = (type(forward), torch.get_num_threads())
     if kind not in known:
-        seconds = {}
-        for size in (1, 8, 32):
-            size = min(size, slots)
+        seconds: dict[int, float] = {}
+        for size in [min(size, slots) for size in MEASURED_SIZES for _ in range(2)]:
             feed = Feed.of_one_row(np.zeros(size, dtype=np.int64))
-            forward.hidden(feed)  # the first touch of its memory
             begun = time.perf_counter()
             logits = forward.logits(forward.hidden(feed))
             float(logits[0, 0])  # a device may answer late
-            seconds[size] = time.perf_counter() - begun
+            # The better of two: the first touches its memory, and either may be held up.
+            seconds[size] = min(time.perf_counter() - begun, seconds.get(size, np.inf))
         known[kind] = ForwardCost(seconds)
     return known[kind]

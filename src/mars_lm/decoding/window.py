@@ -121,7 +121,15 @@ def lay_out(
     groups = np.where(behind & ends[:, None], np.clip(state.masks[rows, None], 0, np.maximum(room, 0)), 0)
 
     if width is not None:
-        groups = width.choose(groups, j, state.adaptive[rows], int((pending + j).sum()))
+        prompt = np.where(m < state.prompt[rows], pending - ends, 0)
+        groups = width.choose(
+            groups,
+            j,
+            state.adaptive[rows],
+            int((pending + j).sum()),
+            prompt=int(prompt.sum()),
+            rows=int(ends.sum()),
+        )
 
     # A part is a row's clean tokens or one of its groups; offsets within the part give all the rest.
     clean = pending + j
