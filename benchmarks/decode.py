@@ -92,6 +92,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), metavar="PART", default=DEFAULT_PARTS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="clocks: rows at once")
     parser.add_argument("--repeats", type=int, default=3, help="clocks: turns")
+    parser.add_argument(
+        "--clock-prompts", type=int, default=8, help="clock, transformers: prompts a turn, if not the batch's"
+    )
     parser.add_argument("--rows", type=int, default=8, help="texts: rows at once")
     parser.add_argument("--tau", type=float, help="of exact mode")
     parser.add_argument("--max-new-tokens", type=int, default=100)

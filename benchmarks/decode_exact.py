@@ -76,7 +76,7 @@ class Clock(Part):
 
     @staticmethod
     def _at(batch: int, bench: Bench) -> Row:
-        ids, engine = bench.prompts(batch), bench.engine(batch)
+        ids, engine = bench.prompts(max(batch, bench.args.clock_prompts)), bench.engine(batch)
         counts: dict[str, tuple[int, int]] = {}
 
         def run(name: str, settings: DecodingSettings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -32,14 +33,19 @@ class Transformers(Part):
 
     @staticmethod
     def _at(batch: int, bench: Bench) -> Row:
-        ids, engine = bench.prompts(batch), bench.engine(batch)
+        ids, engine = bench.prompts(max(batch, bench.args.clock_prompts)), bench.engine(batch)
+        budget = bench.one.max_new_tokens
         tokens: dict[str, int] = {}
 
         def ours() -> None:
             tokens["ours"], _ = totals(decode(engine, ids, bench.one))
 
         def theirs() -> None:
-            tokens["theirs"] = sum(map(len, reference(bench.loaded, ids, bench.one.max_new_tokens)))
+            texts = [
+                reference(bench.loaded, part, budget)
+                for part in (ids[at : at + batch] for at in range(0, len(ids), batch))
+            ]
+            tokens["theirs"] = sum(map(len, itertools.chain(*texts)))
 
         seconds = in_turn({"ours": ours, "theirs": theirs}, bench.args.repeats)
         rates = {name: [tokens[name] / s for s in values] for name, values in seconds.items()}

@@ -28,7 +28,13 @@ class Step:
     """Seconds of one `Engine.step`, and of the model's layers and logits in it."""
 
     total: float
-    forward: float
+    layers: float
+    logits: float
+
+    @property
+    def outside(self) -> float:
+        """Of neither."""
+        return self.total - self.layers - self.logits
 
 
 class StepClock:
@@ -36,17 +42,17 @@ class StepClock:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._forward = 0.0
-        for name in ("hidden", "logits"):
-            setattr(engine._model, name, self._timed(getattr(engine._model, name)))
+        self._spent = {"hidden": 0.0, "logits": 0.0}
+        for name in self._spent:
+            setattr(engine._model, name, self._timed(name, getattr(engine._model, name)))
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             begun = time.perf_counter()
             try:
                 return method(*arguments)
             finally:
-                self._forward += time.perf_counter() - begun
+                self._spent[name] += time.perf_counter() - begun
 
         return timed
 
@@ -57,9 +63,10 @@ class StepClock:
         decoding: set[int] = set()
         steps = []
         while engine.has_work:
-            self._forward, begun = 0.0, time.perf_counter()
+            self._spent = dict.fromkeys(self._spent, 0.0)
+            begun = time.perf_counter()
             outputs = engine.step()
-            step = Step(time.perf_counter() - begun, self._forward)
+            step = Step(time.perf_counter() - begun, self._spent["hidden"], self._spent["logits"])
             if len(decoding) == len(outputs) == len(prompts):
                 steps.append(step)
             decoding |= {output.request_id for output in outputs}
@@ -145,16 +152,21 @@ def plain_reads(buffer: torch.Tensor, count: int) -> list[float]:
 
 
 class StepShare(Part):
-    """The share of a step that passes outside the model's layers and logits."""
+    """Where a step's time goes: the model's layers, its logits, and all else."""
 
     name = "step"
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--step-kernels", default="auto", help="step: what runs the model (native, torch)"
+        )
 
     def measure(self, bench: Bench) -> list[Row]:
         rows = []
         for batch in bench.args.batches:
             ids = bench.prompts(batch)
             longest = max(map(len, ids)) + bench.exact.max_new_tokens
-            clock = StepClock(bench.engine(batch, max_length=longest))
+            clock = StepClock(bench.engine(batch, kernels=bench.args.step_kernels, max_length=longest))
             modes = {"one-token": whole(bench.one), "exact": whole(bench.exact)}
             steps: dict[str, list[Step]] = {name: [] for name in modes}
             in_turn(
@@ -169,7 +181,7 @@ class StepShare(Part):
         return rows
 
     def tables(self, result: Any) -> list[tuple[str, list[Row]]]:
-        return [("time of a step outside the model's forward", result)]
+        return [("where a step's time goes", result)]
 
     def panels(self, result: Any) -> list[Panel]:
         def draw(axis: Any) -> None:
@@ -193,7 +205,9 @@ def share(steps: list[Step], batch: int) -> Row:
     return {
         "steps": len(steps),
         "step_ms": 1e3 * statistics.median(step.total for step in steps),
-        "outside_ms": 1e3 * statistics.median(step.total - step.forward for step in steps),
-        "outside_percent": 100 * statistics.median(1 - step.forward / step.total for step in steps),
+        "layers_ms": 1e3 * statistics.median(step.layers for step in steps),
+        "logits_ms": 1e3 * statistics.median(step.logits for step in steps),
+        "outside_ms": 1e3 * statistics.median(step.outside for step in steps),
+        "outside_percent": 100 * statistics.median(step.outside / step.total for step in steps),
         "bar_percent": None if bar is None else 100 * bar,
     }

@@ -187,11 +187,15 @@ def test_bandwidth_counts_the_weights_once(data):
     assert result["step_gb_per_second"] == pytest.approx(result["weight_bytes"] / result["step_ms"] / 1e6)
 
 
-@pytest.mark.parametrize("where", ["forward", "outside"])
+@pytest.mark.parametrize("where", ["layers", "logits", "outside"])
 def test_a_planted_delay_is_counted_where_it_is(data, where):
     made, delay = bench(data, budget=6), 0.05
     engine = made.engine(2, kernels="torch")
-    owner, name = (engine._model, "hidden") if where == "forward" else (engine, "_hand_out")
+    owner, name = {
+        "layers": (engine._model, "hidden"),
+        "logits": (engine._model, "logits"),
+        "outside": (engine, "_hand_out"),
+    }[where]
     method = getattr(owner, name)
 
     def late(*arguments):
@@ -203,7 +207,8 @@ def test_a_planted_delay_is_counted_where_it_is(data, where):
     assert len(steps) == 5  # the prefill's is left out
     row = share(steps, 1)
     assert row["step_ms"] >= 1e3 * delay
-    assert (row["outside_ms"] >= 1e3 * delay) == (where == "outside")
+    for part in ("layers", "logits", "outside"):
+        assert (row[f"{part}_ms"] >= 1e3 * delay) == (where == part)
     assert row["bar_percent"] == 5
 
 
