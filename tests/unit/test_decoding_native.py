@@ -70,6 +70,21 @@ def test_logits_are_transformers_own(kind):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("gain", [10.0, 100.0, 1e4])
+def test_gates_of_any_size_are_transformers_own(gain):
+    """e^x leaves float32 at 88: far below that a gate is shut, not wide open."""
+    checkpoint = native_checkpoint()
+    with torch.no_grad():
+        for layer in checkpoint.model.base_model.layers:
+            layer.mlp.gate_proj.weight.mul_(gain)
+    ids = torch.arange(40)[None] * 7 % 300
+    forward = NativeForward(checkpoint.model, 1, 64)
+    with torch.inference_mode():
+        expected = checkpoint.model(ids).logits[0]
+        logits = forward.logits(forward.hidden(Feed.of_one_row(ids[0].numpy())))
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_rows_holes_and_groups_are_seen_as_the_torch_forward_sees_them(kind):
     """Two rows, masks that skip slots, a block that sees ahead: the same hidden states from both forwards."""

@@ -121,7 +121,7 @@ UP_TO_ROWS(PRODUCT_BF16)
 static const PanelProduct by_tokens_f32[ROWS] = {UP_TO_ROWS(NAME_F32)};
 static const PanelProduct by_tokens_bf16[ROWS] = {UP_TO_ROWS(NAME_BF16)};
 
-/* e^x, relative error below 1e-6: x = n ln 2 + r, e^r by its Taylor polynomial. */
+/* e^x for x up to 88, where float32 ends; relative error below 1e-6: x = n ln 2 + r, e^r by its Taylor polynomial. */
 static inline vf vexp(vf x) {
   const vf low = (vf){0} - 87.0f;
   vi is_low = x < low;
@@ -141,7 +141,12 @@ static inline vf vexp(vf x) {
   return (vf)((vi)p + power);
 }
 
-static inline vf silu(vf x) { return x / (1.0f + vexp(-x)); }
+static inline vf silu(vf x) {
+  const vf least = (vf){0} - 88.0f; /* further down, the divisor stays as it is, and the result next to 0 */
+  vi is_less = x < least;
+  vf bounded = (vf)(((vi)least & is_less) | ((vi)x & ~is_less));
+  return x / (1.0f + vexp(-bounded));
+}
 
 /* Tokens are multiplied in passes of up to ROWS. What is to be multiplied lies packed: a pass's tokens side by
  * side, [passes][k][tokens of the pass], so that they are read one behind the other. */
