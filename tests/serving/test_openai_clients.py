@@ -222,9 +222,9 @@ def test_models(client):
 @pytest.mark.parametrize(
     ("changes", "code", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported", None),
-        ({"response_format": {"type": "json_object"}}, "unsupported", None),
-        ({"logit_bias": {"5": 1}}, "unsupported", None),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported", "tools"),
+        ({"response_format": {"type": "json_object"}}, "unsupported", "response_format"),
+        ({"logit_bias": {"5": 1}}, "unsupported", "logit_bias"),
         (
             {
                 "messages": [

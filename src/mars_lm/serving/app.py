@@ -296,6 +296,8 @@ def _told(error: RequestValidationError) -> ApiError:
             "The body is no JSON object sent as 'Content-Type: application/json'.",
             code="invalid_json",
         )
+    if (field := first.get("ctx", {}).get("field")) is not None:
+        place.append(field)
     param = ".".join(str(part) for part in place) or None
     if first["type"] == "unsupported":
         return ApiError(400, f"{first['msg']}.", param=param, code="unsupported")

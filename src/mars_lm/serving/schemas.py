@@ -64,8 +64,11 @@ def _whole(text: str) -> str:
 Text = Annotated[str, AfterValidator(_whole)]
 
 
-def _unsupported(what: str) -> PydanticCustomError:
-    return PydanticCustomError("unsupported", "{what} is not supported by this server", {"what": what})
+def _unsupported(what: str, *, field: str | None = None) -> PydanticCustomError:
+    """`field` names the one at fault in the object being read; without it, the whole object is meant."""
+    return PydanticCustomError(
+        "unsupported", "{what} is not supported by this server", {"what": what, "field": field}
+    )
 
 
 class _Request(BaseModel):
@@ -77,9 +80,9 @@ class _Request(BaseModel):
     def _without_what_we_lack(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        for name in value.keys() & _NEUTRAL.keys() - cls.model_fields.keys():
+        for name in sorted(value.keys() & _NEUTRAL.keys() - cls.model_fields.keys()):
             if not any(value[name] is neutral or value[name] == neutral for neutral in _NEUTRAL[name]):
-                raise _unsupported(f"'{name}'")
+                raise _unsupported(f"'{name}'", field=name)
         return {
             name: given
             for name, given in value.items()
@@ -256,7 +259,7 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _no_selection(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
-            raise _unsupported("'best_of' other than 'n'")
+            raise _unsupported("'best_of' other than 'n'", field="best_of")
         return self
 
     def prompts(self) -> list[str] | list[list[int]]:
