@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from decoding_reference import biased, hf_greedy, reference
 from mars_lm.checkpoint import Checkpoint, end_token_ids
 from mars_lm.decoding import Engine, GenerationResult, generate
+from mars_lm.decoding.forward import ATTENTION, ModelForward, attention_of
 from mars_lm.settings import DecodingSettings as AnySettings
 from tiny import FAMILIES, tiny_checkpoint
 
@@ -292,3 +294,24 @@ def test_results_of_settings_for_each_prompt(checkpoint):
     assert [len(result.token_ids) for result in results] == [3, 7]
     assert all(isinstance(result, GenerationResult) for result in results)
     assert generate(checkpoint, [], DecodingSettings()) == []
+
+
+def test_a_model_that_is_changed_for_a_forward_is_kept_from_other_threads():
+    """Else one thread's end gives another's forward, or the model for ever, an attention not its own."""
+    model = tiny_checkpoint().model
+    config = model.config
+    before, inside = config._attn_implementation, threading.Event()
+
+    def another_engine() -> None:
+        with attention_of(model, "eager"):
+            inside.set()
+
+    thread = threading.Thread(target=another_engine)
+    with attention_of(model, ATTENTION):
+        thread.start()
+        assert not inside.wait(0.3)
+        ModelForward(model, 1, 8)  # the thread itself may go on
+        assert config._attn_implementation == ATTENTION
+    thread.join()
+    assert inside.is_set()
+    assert config._attn_implementation == before

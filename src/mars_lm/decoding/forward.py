@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -230,7 +232,7 @@ class ModelForward:
         if self._plain_head:
             return self.model.get_output_embeddings()(hidden).float()
         # Some models cap or scale their logits in the outer forward: run that one on states we already have.
-        with replaced_forward(self._base, _answers(hidden[None])):
+        with alone_with(self.model), replaced_forward(self._base, _answers(hidden[None])):
             return (
                 self.model(input_ids=hidden.new_zeros(1, 1, dtype=torch.long), use_cache=False)
                 .logits[0]
@@ -242,7 +244,11 @@ class ModelForward:
         state = torch.linspace(-1, 1, self.model.config.hidden_size, dtype=self.dtype, device=self.device)[
             None
         ]
-        with torch.inference_mode(), replaced_forward(self._base, _answers(state[None])):
+        with (
+            torch.inference_mode(),
+            alone_with(self.model),
+            replaced_forward(self._base, _answers(state[None])),
+        ):
             ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             whole = self.model(input_ids=ids, use_cache=False).logits[0]
             return torch.equal(whole, self.model.get_output_embeddings()(state))
@@ -325,15 +331,29 @@ def additive_mask(feed: Feed, grid: Ints, slots: int, model: ModelForward) -> Te
     return mask.reshape(rows, 1, queries * model.groups, slots)
 
 
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_new_lock = threading.Lock()
+
+
+@contextmanager
+def alone_with(model: PreTrainedModel) -> Iterator[None]:
+    """Keep other threads' engines off a model that is changed for one forward: they share its modules."""
+    with _new_lock:
+        lock = _locks.setdefault(model, threading.RLock())
+    with lock:
+        yield
+
+
 @contextmanager
 def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Another attention for one forward, by its registered name; the model then works as before."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+    with alone_with(model):
+        before = model.config._attn_implementation
+        model.config._attn_implementation = name
+        try:
+            yield
+        finally:
+            model.config._attn_implementation = before
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mars_lm.decoding.forward import Feed
+from mars_lm.decoding.forward import Feed, alone_with
 from mars_lm.decoding.kv_cache import lazy_zeros
 from mars_lm.decoding.native.build import library
 from mars_lm.errors import MarsError
@@ -368,7 +368,8 @@ class NativeForward:
         count = min(8, self.cache.slots // 2, self.model.config.max_position_embeddings)
         ids = np.arange(count) * 7 % self._embed.weight.shape[0]
         ours = self.logits(self.hidden(Feed.of_one_row(ids)))
-        theirs = self.model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float()
+        with alone_with(self.model):
+            theirs = self.model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float()
         error = float((ours - theirs).norm() / theirs.norm())
         if not error < TOLERANCE[self.model.dtype]:
             raise MarsError(f"the kernels' logits differ from transformers' by {error:.1%}")
