@@ -82,6 +82,24 @@ def test_rows_wait_for_each_other_at_a_blocks_end(checkpoint):
     assert [len(engine.result(number).token_ids) for number in numbers] == [12, 12]
 
 
+def test_rows_go_on_when_the_one_that_they_wait_for_is_cancelled(checkpoint):
+    slow = DecodingSettings(tau=1.0, max_new_tokens=40, ignore_eos=True)
+    fast = DecodingSettings(max_new_tokens=40, ignore_eos=True, tau=0.0, exact=False)
+    waited = 0
+    for forwards in range(1, 10):
+        engine = Engine(checkpoint, max_rows=2, commit_block=5)
+        quick, other = (engine.add(prompts(1)[0], settings) for settings in (fast, slow))
+        for _ in range(forwards):
+            engine.step()
+        state = engine._state
+        waited += (state.length >= state.fence).tolist() == [True, False]
+        engine.cancel(other)
+        for _ in range(60):
+            engine.step()
+        assert engine.result(quick).finish_reason == "length"
+    assert waited  # or nothing was shown
+
+
 def test_a_negative_block_is_refused(checkpoint):
     with pytest.raises(MarsError, match="commit_block is -1"):
         Engine(checkpoint, commit_block=-1)

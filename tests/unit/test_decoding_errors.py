@@ -40,6 +40,20 @@ def test_a_request_that_can_never_run_is_refused_at_once(checkpoint, prompt, set
     assert engine.result(running).token_ids == hf_greedy(checkpoint, [5, 6], 4)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({"max_rows": 0}, "max_rows is 0, expected a whole number of 1 or more"),
+        ({"max_length": 1}, "max_length is 1, expected 2 tokens or more"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0, expected a whole number of 1 or more"),
+        ({"commit_block": "4"}, "commit_block is '4', expected 0"),
+    ],
+)
+def test_an_engine_in_which_nothing_could_run_is_refused(checkpoint, sizes, sentence):
+    with pytest.raises(MarsError, match=sentence):
+        Engine(checkpoint, **sizes)
+
+
 def test_the_last_position_of_the_context_is_used(checkpoint):
     (result,) = generate(checkpoint, [[5] * 255], DecodingSettings(max_new_tokens=50))
     assert len(result.token_ids) == 1

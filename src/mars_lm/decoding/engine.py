@@ -128,6 +128,8 @@ class Engine:
             0: no cache, every forward feeds the whole text.
     Attributes:
         max_length: as it turned out.
+    Raises:
+        MarsError: a size is out of range, or no such kernels.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Engine:
         share_prefixes: bool = True,
         commit_block: int | None = None,
     ) -> None:
+        _check_sizes(max_rows, max_length, prefill_chunk, commit_block)
         model, mars = checkpoint.model, checkpoint.mars
         self.block_size = mars.block_size if mars else 1
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -152,10 +155,6 @@ class Engine:
             max_length = min(context, max(_affordable_slots(model) // max_rows - scratch, 2))
         self.max_length = min(max_length, context)
         self.max_rows = max_rows
-        if commit_block is not None and commit_block < 0:
-            raise MarsError(
-                f"commit_block is {commit_block}, expected 0 (no cache), a block's tokens, or None."
-            )
         self._commit_block = commit_block
         self._prefill_chunk = NEVER if commit_block == 0 else prefill_chunk
         self._share_prefixes = share_prefixes and commit_block != 0
@@ -297,6 +296,8 @@ class Engine:
             return
         if request in self._row_of:
             self._leave(self._row_of.index(request), "cancelled")
+            if self._commit_block is not None:
+                self._hold_back()  # it may have been the last row that the others waited for
         else:
             self._waiting.remove(request)
             request.result.queued_seconds = time.perf_counter() - request.added
@@ -498,6 +499,24 @@ def generate(
     for _ in engine.stream():
         pass
     return [engine.result(request) for request in requests]
+
+
+def _check_sizes(max_rows: int, max_length: int | None, prefill_chunk: int, commit_block: int | None) -> None:
+    """An engine's sizes; what is too small would leave requests waiting for ever.
+
+    Raises:
+        MarsError: one is out of range.
+    """
+    for name, value, least, expected in (
+        ("max_rows", max_rows, 1, "a whole number of 1 or more"),
+        ("max_length", max_length, 2, "2 tokens or more (a prompt's and its answer's), or None"),
+        ("prefill_chunk", prefill_chunk, 1, "a whole number of 1 or more"),
+        ("commit_block", commit_block, 0, "0 (no cache), a block's tokens, or None"),
+    ):
+        may_be_none = name in ("max_length", "commit_block")
+        if (value is None and may_be_none) or (isinstance(value, int) and value >= least):
+            continue
+        raise MarsError(f"{name} is {value!r}, expected {expected}.")
 
 
 def _affordable_slots(model: Any) -> int:
