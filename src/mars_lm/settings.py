@@ -174,6 +174,9 @@ class DecodingSettings:
             _is_int(self.max_new_tokens) and self.max_new_tokens >= 1,
             f"max_new_tokens is {self.max_new_tokens!r}, expected a whole number of 1 or more.",
         )
+        for name in ("exact", "recovery", "adaptive", "ignore_eos"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} is {value!r}, expected true or false.")
         self._check_sampling()
         self._check_ends_and_penalties()
 

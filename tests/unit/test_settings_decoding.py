@@ -46,5 +46,8 @@ def test_a_bad_value_is_refused_whoever_named_it():
         decoding_settings(mars(tau=3), {})
     with pytest.raises(MarsError, match="rule is 'luck'"):
         decoding_settings(mars(rule="luck"), {})
+    for name in ("exact", "recovery", "adaptive", "ignore_eos"):  # a text is true in Python, whatever it says
+        with pytest.raises(MarsError, match=f"{name} is 'false', expected true or false"):
+            decoding_settings(mars(**{name: "false"}), {})
     with pytest.raises(MarsError, match="name warmth"):
         decoding_settings(mars(warmth=1), {})
