@@ -51,6 +51,7 @@ def replaced_folder(directory: str | Path, *, replaces: Callable[[str], bool]) -
         temporary.mkdir()
         lock = _lock(temporary)
         yield temporary
+        _share_as_usual(temporary)
         if target.exists():
             _carry_over(target, temporary, replaces)
         _sync_tree(temporary)
@@ -164,6 +165,19 @@ def _exchange(one: Path, other: Path) -> bool:
         return False
     done = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return bool(done == 0)
+
+
+def _share_as_usual(folder: Path) -> None:
+    """Let others read the files as the umask has it: safetensors makes its own readable by the owner alone.
+
+    A server that runs as another user, in a container for one, could not load them.
+    """
+    usual = folder.stat().st_mode & 0o666  # mkdir applied the umask, which can only be read by setting it
+    for path, _, names in os.walk(folder):
+        for name in names:
+            file = Path(path) / name
+            if not file.is_symlink():
+                file.chmod(file.stat().st_mode | usual)
 
 
 def _sync_tree(folder: Path) -> None:

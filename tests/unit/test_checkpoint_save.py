@@ -128,6 +128,17 @@ class TestFolder:
         assert load(target).mars == made.mars
         assert leftovers(target) == []
 
+    @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+    def test_others_may_read_it_as_the_umask_says(self, umask: int, mode: int, tmp_path: Path) -> None:
+        made = tiny_checkpoint()
+        before = os.umask(umask)
+        try:
+            save(made.model, made.tokenizer, tmp_path / "model")
+        finally:
+            os.umask(before)
+        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "model").rglob("*") if path.is_file()}
+        assert modes == {mode}
+
     def test_parents_are_made_and_a_link_is_followed(self, tmp_path: Path) -> None:
         made = tiny_checkpoint()
         save(made.model, made.tokenizer, tmp_path / "a" / "b" / "c")
