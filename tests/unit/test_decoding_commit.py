@@ -7,6 +7,7 @@ import random
 import pytest
 
 from mars_lm.decoding import Engine
+from mars_lm.decoding.width import AdaptiveWidth
 from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
 from tiny import tiny_checkpoint
@@ -98,6 +99,26 @@ def test_rows_go_on_when_the_one_that_they_wait_for_is_cancelled(checkpoint):
             engine.step()
         assert engine.result(quick).finish_reason == "length"
     assert waited  # or nothing was shown
+
+
+@pytest.mark.parametrize("commit_block", [None, 0, 4])
+def test_masks_are_priced_beside_what_every_forward_feeds(checkpoint, commit_block, monkeypatch):
+    """A prompt is a cost of one forward, unless there is no cache: then it is a cost of each."""
+    engine = Engine(checkpoint, max_rows=1, commit_block=commit_block, prefill_chunk=8)
+    seen, choose = [], AdaptiveWidth.choose
+
+    def recording(width, *arguments, **options):
+        seen.append(options["prompt"])
+        return choose(width, *arguments, **options)
+
+    monkeypatch.setattr(AdaptiveWidth, "choose", recording)
+    engine.add(list(range(20)), DecodingSettings(max_new_tokens=12, ignore_eos=True))
+    for _ in engine.stream():
+        pass
+    prefills = [19] if commit_block == 0 else [8, 8, 3]
+    assert seen[: len(prefills)] == prefills
+    assert len(seen) > len(prefills)
+    assert not any(seen[len(prefills) :])
 
 
 def test_a_negative_block_is_refused(checkpoint):

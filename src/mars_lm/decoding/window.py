@@ -121,7 +121,8 @@ def lay_out(
     groups = np.where(behind & ends[:, None], np.clip(state.masks[rows, None], 0, np.maximum(room, 0)), 0)
 
     if width is not None:
-        prompt = np.where(m < state.prompt[rows], pending - ends, 0)
+        # There once, that is, until the row's first token; without a cache, later forwards feed it all again.
+        prompt = np.where(n == state.prompt[rows], pending - ends, 0)
         groups = width.choose(
             groups,
             j,
