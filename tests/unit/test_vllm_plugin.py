@@ -208,6 +208,15 @@ class TestLaunch:
     def test_an_ordinary_model_gets_vllm_as_it_is(self) -> None:
         assert "--worker-cls" not in launch.command("folder", None, {}, [])
 
+    def test_merged_weights_are_replaced_at_the_next_start(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "a").mkdir()
+        monkeypatch.chdir(tmp_path)
+        name = launch.merged_name(None, "a")
+        assert name == launch.merged_name(None, str(tmp_path / "a"))
+        assert len({name, launch.merged_name("a", None), launch.merged_name("hub/base", "a")}) == 3
+
     def test_plain_weights_are_served_from_where_they_are(self, tmp_path: Path) -> None:
         made = tiny_checkpoint(block_size=3)
         save(made.model, made.tokenizer, tmp_path / "m")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import secrets
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -101,10 +101,20 @@ def plain_weights(model: str | None, adapter: str | None) -> tuple[str, int | No
         loaded, name = checkpoint.load_default(dtype="bfloat16"), "smollm2-135m-instruct-mars"
     else:
         loaded = checkpoint.load(model or str(adapter), adapter=adapter if model else None, dtype="bfloat16")
-        name = f"{Path(str(adapter or model)).name}-{secrets.token_hex(4)}"
+        name = merged_name(model, adapter)
     folder = cache_folder() / "vllm" / name
     checkpoint.save(loaded.model, loaded.tokenizer, folder)
     return str(folder), None if loaded.mars is None else loaded.mars.block_size
+
+
+def merged_name(model: str | None, adapter: str | None) -> str:
+    """The cache's name for merged weights: the next start from the same places replaces them."""
+    places = [
+        "" if place is None else str(Path(place).resolve()) if Path(place).exists() else place
+        for place in (model, adapter)
+    ]
+    digest = hashlib.sha256("\0".join(places).encode()).hexdigest()[:12]
+    return f"{Path(str(adapter or model)).name}-{digest}"
 
 
 def run(
