@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from decoding_reference import biased
 from mars_lm.checkpoint import Checkpoint
@@ -18,6 +20,15 @@ from tiny import tiny_checkpoint
 CONTEXT = 48
 SCHEDULES = 1000  # on the two models together
 VOCABULARY = 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """So small a model gains nothing from a second thread, and on a busy machine waits for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["kernels", "modules"])
