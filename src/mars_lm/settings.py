@@ -222,8 +222,8 @@ class DecodingSettings:
             f"stop_token_ids is {self.stop_token_ids!r}, expected a tuple of token ids.",
         )
         _require(
-            _is_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty is {self.repetition_penalty!r}, expected a number above 0.",
+            _is_finite(self.repetition_penalty) and 1e-3 <= self.repetition_penalty <= 1e3,
+            f"repetition_penalty is {self.repetition_penalty!r}, expected a number from 0.001 to 1000.",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)

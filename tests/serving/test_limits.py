@@ -121,6 +121,8 @@ def test_a_body_that_cannot_be_read(server, body):
         {"frequency_penalty": float("nan")},
         {"repetition_penalty": 0},
         {"repetition_penalty": -1},
+        {"repetition_penalty": 5e-324},  # 0 in float32: every logit would be infinite
+        {"repetition_penalty": 1e308},
         {"stop": ["x"] * 1000},
         {"stop": [""]},
         {"stop": ["x" * 100_000]},

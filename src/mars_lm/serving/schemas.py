@@ -193,7 +193,7 @@ class Sampling(_Request):
     # As vLLM has them, for clients that send them.
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="0 and -1: no limit.")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
     ignore_eos: bool | None = None
