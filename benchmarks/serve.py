@@ -526,7 +526,8 @@ def main() -> None:
     except MarsError as error:
         sys.exit(str(error))
     write(args.output.with_suffix(".json"), result, seed=args.seed)
-    picture(args.output.with_suffix(".png"), result)
+    if "burst" in result or "knob" in result:  # the other parts are tables alone
+        picture(args.output.with_suffix(".png"), result)
 
 
 if __name__ == "__main__":
