@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.table import Table
+
 from mars_lm.checkpoint import Checkpoint, encode_chat
 from mars_lm.errors import MarsError
 from mars_lm.provenance import provenance
@@ -66,6 +68,22 @@ def parting(first: Sequence[int], other: Sequence[int]) -> int | None:
         return None
     pairs = enumerate(zip(first, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(other)))
+
+
+def table(rows: Sequence[dict[str, Any]], title: str | None = None, digits: int = 2) -> Table:
+    """Flat rows as a printed table: numbers with so many digits behind the point, nothing as a dash."""
+    out = Table(title=title, title_justify="left")
+    for name in rows[0] if rows else ():
+        out.add_column(name, justify="right")
+    for row in rows:
+        out.add_row(*(_cell(value, digits) for value in row.values()))
+    return out
+
+
+def _cell(value: Any, digits: int) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
 def in_turn(

@@ -29,10 +29,10 @@ from typing import Any
 import transformers
 from rich.console import Console
 
-from common import write
+from common import table, write
 from decode_caches import Caches
 from decode_exact import Clock, Forwards
-from decode_part import Bench, Panel, Part, table
+from decode_part import Bench, Panel, Part, flat
 from decode_peers import LlamaCpp, Transformers
 from decode_steps import Bandwidth, StepShare
 from decode_texts import Divergence, Equal
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
             result[name] = part.measure(bench)
             panels += part.panels(result[name])
             for title, rows in part.tables(result[name]):
-                console.print(title, table(rows), sep="\n")  # as a table's own title it would be folded
+                console.print(title, table(flat(rows)), sep="\n")  # as a table's own title it would be folded
     except MarsError as error:
         sys.exit(str(error))
     write(args.output.with_suffix(".json"), result, seed=args.seed)

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from rich.table import Table
-
 from common import load_prompts, prompt_ids
 from mars_lm.checkpoint import Checkpoint
 from mars_lm.decoding import Engine
@@ -72,28 +70,16 @@ class Part:
         return []
 
 
-def table(rows: list[Row]) -> Table:
-    """A list of flat (or once nested) rows as a printed table."""
-    flat = [
+def flat(rows: list[Row]) -> list[Row]:
+    """Rows whose values may be objects, as `common.table` prints them: a column for each inner value."""
+    return [
         {
-            f"{k} {kk}" if isinstance(v, dict) else k: vv
+            (f"{k} {kk}" if isinstance(v, dict) else k).replace("_", " "): vv
             for k, v in row.items()
             for kk, vv in (v.items() if isinstance(v, dict) else [("", v)])
         }
         for row in rows
     ]
-    out = Table()
-    for name in flat[0] if flat else ():
-        out.add_column(name.replace("_", " "), justify="right")
-    for row in flat:
-        out.add_row(*map(_cell, row.values()))
-    return out
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def bars(axis: Any, names: list[str], values: list[float], label: str) -> None:

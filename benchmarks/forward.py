@@ -22,9 +22,8 @@ import numpy as np
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
 
-from common import in_turn, write
+from common import in_turn, table, write
 from mars_lm import checkpoint as checkpoints
 from mars_lm.decoding import Engine
 from mars_lm.decoding.compiled import CompiledForward
@@ -116,12 +115,7 @@ def picture(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Print rows as a table."""
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
+    Console(width=120).print(table(rows, title, digits=1))
 
 
 def main() -> None:

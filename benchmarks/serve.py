@@ -32,9 +32,8 @@ from typing import Any
 
 import transformers
 from rich.console import Console
-from rich.table import Table
 
-from common import load_prompts, prompt_ids, ratio, write
+from common import load_prompts, prompt_ids, ratio, table, write
 from mars_lm import checkpoint as checkpoints
 from mars_lm.decoding import Engine, generate
 from mars_lm.errors import MarsError
@@ -438,15 +437,6 @@ def check(condition: bool, what: str) -> None:
         raise MarsError(f"The benchmark failed: {what}.")
 
 
-def table(title: str, rows: list[dict[str, Any]]) -> Table:
-    out = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        out.add_column(name, justify="right")
-    for row in rows:
-        out.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-    return out
-
-
 def without_series(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("events", "samples")}
 
@@ -509,20 +499,20 @@ def main() -> None:
     try:
         if "overhead" in args.parts:
             result["overhead"] = overhead(args)
-            console.print(table("server against engine", result["overhead"]))
+            console.print(table(result["overhead"], "server against engine"))
         if "soak" in args.parts:
             result["soak"] = soak(args)
-            console.print(table(f"{args.clients} clients, float32", [result["soak"]]))
+            console.print(table([result["soak"]], f"{args.clients} clients, float32"))
         if "knob" in args.parts:
             result["knob"] = knob(args)
-            console.print(table("tau from 1.0 to 0.6 under load", [without_series(result["knob"])]))
+            console.print(table([without_series(result["knob"])], "tau from 1.0 to 0.6 under load"))
         if "burst" in args.parts:
             result["burst"] = burst(args)
             rows = [{"": name, **without_series(row)} for name, row in result["burst"].items()]
-            console.print(table(f"a burst of {args.burst} requests", rows))
+            console.print(table(rows, f"a burst of {args.burst} requests"))
         if "ends" in args.parts:
             result["ends"] = ends(args)
-            console.print(table("ends under load", [result["ends"]]))
+            console.print(table([result["ends"]], "ends under load"))
     except MarsError as error:
         sys.exit(str(error))
     write(args.output.with_suffix(".json"), result, seed=args.seed)

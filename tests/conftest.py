@@ -23,13 +23,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def masks_cost_nothing(monkeypatch):
     """Every mask pays, whatever the machine is doing: tests count forwards. A test may set its own cost."""
     import mars_lm.decoding.engine as engine
-    from mars_lm.decoding.width import ForwardCost
+    from decoding_reference import FixedCost
 
-    class Flat(ForwardCost):
-        def learn(self, tokens: int, seconds: float) -> None:
-            pass
-
-    monkeypatch.setattr(engine, "forward_cost", lambda *_: Flat({1: 1.0, 8: 1.0, 32: 1.0}))
+    monkeypatch.setattr(engine, "forward_cost", lambda *_: FixedCost({1: 1.0, 8: 1.0, 32: 1.0}))
 
 
 @pytest.fixture(scope="session")

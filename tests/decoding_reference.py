@@ -6,10 +6,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from mars_lm.checkpoint import Checkpoint, end_token_ids
+from mars_lm.decoding.forward import Feed
+from mars_lm.decoding.width import ForwardCost
 from mars_lm.settings import DecodingSettings
+
+
+class FixedCost(ForwardCost):
+    """Seconds of a forward by its number of tokens, whatever steps really take."""
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        pass
 
 
 @dataclasses.dataclass
@@ -25,6 +35,23 @@ def biased(checkpoint: Checkpoint, tokens: Sequence[int] = (7, 8, 9, 11), gain: 
     with torch.no_grad():
         checkpoint.model.get_output_embeddings().weight[list(tokens)] *= gain
     return checkpoint
+
+
+def feed(*runs: tuple[int, list[int], int], sees: dict[int, tuple[int, int]] | None = None) -> Feed:
+    """Runs of (row, tokens, first position); `sees` replaces (before, from) of a flat index."""
+    position = np.concatenate([np.arange(start, start + len(ids)) for _, ids, start in runs])
+    before, begin = position + 1, position.copy()
+    for index, (to, since) in (sees or {}).items():
+        before[index], begin[index] = to, since
+    return Feed(
+        rows=np.array([row for row, _, _ in runs]),
+        width=np.array([len(ids) for _, ids, _ in runs]),
+        input_ids=np.concatenate([np.array(ids) for _, ids, _ in runs]),
+        position_ids=position,
+        slots=position,
+        sees_before=before,
+        sees_from=begin,
+    )
 
 
 def hf_greedy(checkpoint: Checkpoint, prompt: list[int], max_new_tokens: int, **arguments: Any) -> list[int]:

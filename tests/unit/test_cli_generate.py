@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from decoding_reference import FixedCost
 from mars_lm import checkpoint as checkpoints
 from mars_lm.decoding import Engine, generate
 from mars_lm.detokenizer import decode
@@ -109,13 +110,9 @@ def test_sampling_draws_by_its_seed_and_stays_within_its_filters(folder, expecte
 
 def test_all_masks_or_those_that_pay(folder, monkeypatch):
     from mars_lm.decoding import engine
-    from mars_lm.decoding.width import ForwardCost
 
-    class Steep(ForwardCost):  # a mask costs as much as a token of its own, and never pays
-        def learn(self, tokens, seconds):
-            pass
-
-    monkeypatch.setattr(engine, "forward_cost", lambda *_: Steep({1: 1.0, 8: 80.0, 32: 999.0}))
+    steep = {1: 1.0, 8: 80.0, 32: 999.0}  # a mask costs more than a token of its own, and never pays
+    monkeypatch.setattr(engine, "forward_cost", lambda *_: FixedCost(steep))
     narrow, wide = (
         CLOSING.match(run_mars(*arguments(folder, "hello", flag)).err).groups()
         for flag in ("--adaptive", "--all-masks")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 import mars_lm
+from decoding_reference import feed
 from mars_lm.checkpoint import Checkpoint
 from mars_lm.decoding import Engine
 from mars_lm.decoding.executors import make_forward
@@ -34,20 +34,6 @@ def checkpoint_of(kind: str, dtype: torch.dtype, seed: int = 0, **overrides) -> 
     made = tiny_checkpoint(kind.split(",")[0], seed=seed, **{**KINDS[kind], **overrides})
     made.model.to(dtype)
     return made
-
-
-def feed(*runs: tuple[int, list[int], int]) -> Feed:
-    """Runs of (row, tokens, first position), plain and causal."""
-    place = np.concatenate([np.arange(start, start + len(ids)) for _, ids, start in runs])
-    return Feed(
-        rows=np.array([row for row, _, _ in runs]),
-        width=np.array([len(ids) for _, ids, _ in runs]),
-        input_ids=np.concatenate([np.array(ids) for _, ids, _ in runs]),
-        position_ids=place,
-        slots=place,
-        sees_before=place + 1,
-        sees_from=place,
-    )
 
 
 def others(forward_class, checkpoint: Checkpoint, length: int, trials: int) -> int:

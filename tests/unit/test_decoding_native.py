@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from decoding_reference import feed
 from mars_lm.decoding import Engine, generate
 from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.forward import Feed, ModelForward
@@ -40,23 +41,6 @@ def native_checkpoint(kind: str = "llama", dtype: torch.dtype = torch.float32, *
     made = tiny_checkpoint(kind.split(",")[0], **{"head_dim": 16, **KINDS[kind], **overrides})
     made.model.to(dtype)
     return made
-
-
-def feed(*runs: tuple[int, list[int], int], sees: dict[int, tuple[int, int]] | None = None) -> Feed:
-    """Runs of (row, tokens, first position); `sees` replaces (before, from) of a flat index."""
-    position = np.concatenate([np.arange(start, start + len(ids)) for _, ids, start in runs])
-    before, begin = position + 1, position.copy()
-    for index, (to, since) in (sees or {}).items():
-        before[index], begin[index] = to, since
-    return Feed(
-        rows=np.array([row for row, _, _ in runs]),
-        width=np.array([len(ids) for _, ids, _ in runs]),
-        input_ids=np.concatenate([np.array(ids) for _, ids, _ in runs]),
-        position_ids=position,
-        slots=position,
-        sees_before=before,
-        sees_from=begin,
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from decoding_reference import biased
+from decoding_reference import FixedCost, biased
 from mars_lm.checkpoint import Checkpoint
 from mars_lm.decoding import Engine, GenerationResult
-from mars_lm.decoding.width import ForwardCost
 from mars_lm.settings import DecodingSettings
 from tiny import tiny_checkpoint
 
@@ -78,7 +77,7 @@ def pool(checkpoint: Checkpoint) -> list[tuple[list[int], DecodingSettings, Gene
     draw = random.Random(0)
     engine = Engine(checkpoint, max_rows=1, share_prefixes=False)
     assert engine._width is not None
-    engine._width.cost = ForwardCost({1: 1.0, 8: 1.0, 32: 1.0})  # every mask pays
+    engine._width.cost = FixedCost({1: 1.0, 8: 1.0, 32: 1.0})  # every mask pays
     few = [draw.randrange(5, VOCABULARY) for _ in range(CONTEXT)]
     made = []
     for number in range(300):
@@ -151,7 +150,7 @@ def run_schedule(checkpoint: Checkpoint, pool: Any, draw: random.Random) -> None
                 engine.update(turned, tau=tau, adaptive=draw.random() < 0.5, recovery=draw.random() < 0.5)
         assert engine._width is not None
         slope = draw.choice([0.0, 0.05, 5.0])
-        engine._width.cost = ForwardCost({n: 1 + slope * n for n in (1, 8, 32)})
+        engine._width.cost = FixedCost({n: 1 + slope * n for n in (1, 8, 32)})
         for output in engine.step():
             texts[output.request_id] = texts.get(output.request_id, "") + output.text
             if output.finish_reason is not None:

@@ -231,27 +231,21 @@ class ModelForward:
         """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
         if self._plain_head:
             return self.model.get_output_embeddings()(hidden).float()
-        # Some models cap or scale their logits in the outer forward: run that one on states we already have.
-        with alone_with(self.model), replaced_forward(self._base, _answers(hidden[None])):
-            return (
-                self.model(input_ids=hidden.new_zeros(1, 1, dtype=torch.long), use_cache=False)
-                .logits[0]
-                .float()
-            )
+        return self._outer_logits(hidden).float()
 
     def _has_plain_head(self) -> bool:
         """Whether the logits are the output embedding's product and nothing more (no cap, no scale)."""
         state = torch.linspace(-1, 1, self.model.config.hidden_size, dtype=self.dtype, device=self.device)[
             None
         ]
-        with (
-            torch.inference_mode(),
-            alone_with(self.model),
-            replaced_forward(self._base, _answers(state[None])),
-        ):
+        with torch.inference_mode():
+            return torch.equal(self._outer_logits(state), self.model.get_output_embeddings()(state))
+
+    def _outer_logits(self, hidden: Tensor) -> Tensor:
+        """Logits as the model's outer forward makes them, which may cap or scale them: [M, vocabulary]."""
+        with alone_with(self.model), replaced_forward(self._base, _answers(hidden[None])):
             ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            whole = self.model(input_ids=ids, use_cache=False).logits[0]
-            return torch.equal(whole, self.model.get_output_embeddings()(state))
+            return self.model(input_ids=ids, use_cache=False).logits[0]
 
 
 def to_batch(feed: Feed, model: ModelForward) -> ForwardBatch:
