@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -20,15 +21,22 @@ import study as studies
 import study_report
 
 
-def test_every_line_of_a_solution_has_the_same_value() -> None:
+def test_every_line_of_a_solution_goes_on_from_the_one_above() -> None:
     draw = random.Random(0)
     for _ in range(300):
         question, solution = problem(draw)
-        values = {eval(line) for line in [question, *solution.split("\n")]}  # digits, + and - alone
-        assert set(question + solution) <= set("0123456789+-\n")
-        assert values == {int(solution.rsplit("\n", 1)[-1])}
-        assert min(values) >= 0
-        assert 3 <= len(solution.split("\n")) <= 5
+        total, rest = re.match(r"(\d+)(.*)", question).groups()
+        lines = solution.split("\n")
+        assert 3 <= len(lines) <= 5
+        for line in lines:
+            step, result = line.split("=")
+            number = re.match(r"[+-]\d", rest)[0]
+            assert step == total + number
+            assert eval(step) == int(result)  # digits, + and - alone
+            assert 0 <= int(result) <= 20
+            total, rest = result, rest[2:]
+        assert not rest
+        assert eval(question) == int(total)
 
 
 def test_no_sum_is_trained_on_and_asked(tmp_path: Path) -> None:
@@ -49,11 +57,11 @@ def test_the_tokenizer_has_a_token_a_character_and_a_mask(tmp_path: Path) -> Non
     checkpoints.save(model, tokenizer, tmp_path)
     loaded = checkpoints.load(tmp_path, dtype="float32")
     assert loaded.mars is None
-    turns = [{"role": "user", "content": "12+3"}, {"role": "assistant", "content": "15\n15"}]
+    turns = [{"role": "user", "content": "12+3"}, {"role": "assistant", "content": "12+3=15\n15"}]
     prompt = checkpoints.encode_chat(loaded, turns[:1])
     whole = checkpoints.encode_chat(loaded, turns, add_generation_prompt=False)
     assert whole[: len(prompt)] == prompt
-    assert loaded.tokenizer.decode(whole[len(prompt) :], skip_special_tokens=True) == "15\n15"
+    assert loaded.tokenizer.decode(whole[len(prompt) :], skip_special_tokens=True) == "12+3=15\n15"
     assert checkpoints.end_token_ids(loaded) == {whole[-1]}
     mars = checkpoints.make_mars_ready(loaded.model, loaded.tokenizer, block_size=4, base_model=None)
     assert mars.mask_token_id == tokenizer.mask_token_id

@@ -204,7 +204,8 @@ def test_humaneval_runs_what_stands_before_the_fence(checkpoint, tmp_path: Path)
 
 
 def test_arithmetic_takes_the_number_at_the_end(checkpoint, tmp_path: Path) -> None:
-    cases = [("12+3-4", "15-4\n11", 1), ("12+3-5", "15-5\n11", 0), ("12+3-6", "-9", 0), ("12-30", "-18 ", 1)]
+    right, wrong = "12+3=15\n15-4=11", "12+3=15\n15-5=11"
+    cases = [("12+3-4", right, 1), ("12+3-5", wrong, 0), ("12+3-6", "-9", 0), ("12-30", "-18 ", 1)]
     target = {"12+3-4": "11", "12+3-5": "10", "12+3-6": "9", "12-30": "-18"}
     write_rows(
         tmp_path / "arithmetic" / "test.jsonl",

@@ -1,11 +1,11 @@
 """Sums with written-out steps, and a small model and tokenizer for them: the study from scratch.
 
-    47+8-5+6   ->   55-5+6
-                    50+6
-                    56
+    14+4-9+6   ->   14+4=18
+                    18-9=9
+                    9+6=15
 
-Each line does the leftmost operation and copies the rest, so an answer has tokens that must be computed and
-tokens that only have to be copied, as texts do.
+Each line takes the result of the one above and the sum's next number, so an answer has tokens that must be
+computed and tokens that only have to be copied, as texts do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-CHARACTERS = "0123456789+-\n"
+CHARACTERS = "0123456789+-=\n"
+MOST = 20  # no result is larger, and none below 0
 _SPECIAL = ("<pad>", "<user>", "<assistant>", "<end>", "<mask>")
 _TEMPLATE = (
     "{% for message in messages %}{{ '<user>' if message['role'] == 'user' else '<assistant>' }}"
@@ -33,16 +34,16 @@ def problem(draw: random.Random, terms: tuple[int, int] = (4, 6)) -> tuple[str, 
 
     Args:
         draw: where chance comes from.
-        terms: the least and the most numbers in it: one of two digits, then single digits.
+        terms: the least and the most numbers in it: one up to `MOST`, then single digits.
     """
-    numbers = [draw.randint(10, 99)]
+    total = draw.randint(1, MOST)
+    question, lines = str(total), []
     for _ in range(draw.randint(*terms) - 1):
-        numbers.append(draw.choice((1, -1)) * draw.randint(1, 9))
-        if sum(numbers) < 0:
-            numbers[-1] = -numbers[-1]
-    signed = [str(numbers[0]), *(f"{number:+d}" for number in numbers[1:])]
-    lines = [str(sum(numbers[:done])) + "".join(signed[done:]) for done in range(2, len(numbers) + 1)]
-    return "".join(signed), "\n".join(lines)
+        number = draw.choice([n for n in range(-9, 10) if n and 0 <= total + n <= MOST])
+        question += f"{number:+d}"
+        lines.append(f"{total}{number:+d}={total + number}")
+        total += number
+    return question, "\n".join(lines)
 
 
 def problems(seed: int, terms: tuple[int, int] = (4, 6)) -> Iterator[tuple[str, str]]:
@@ -63,7 +64,7 @@ def write_rows(folder: Path, *, train: int, test: int, seed: int = 0) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with (target / "test.jsonl").open("w") as file:
         for question, solution in held_out:
-            row = {"question": question, "answer": solution.rsplit("\n", 1)[-1]}
+            row = {"question": question, "answer": solution.rsplit("=", 1)[-1]}
             file.write(json.dumps(row) + "\n")
     with (target / "train.jsonl").open("w") as file:
         for _ in range(train):
