@@ -158,6 +158,14 @@ def test_a_prompt_that_is_wrong(server, prompt):
     check_refused(*post(server, body, "/v1/completions")[:2])
 
 
+def test_a_browser_at_the_root_is_told_how_to_get_a_page(server: RunningServer) -> None:
+    status, body, _ = post(server, b"", "/", method="GET")
+    check_refused(status, body)
+    assert status == 404
+    assert "--ui" in body["error"]["message"]
+    assert "/v1" in body["error"]["message"]
+
+
 def test_paths_and_methods(server):
     status, body, _ = post(server, CHAT, "/v1/embeddings")
     assert status == 404

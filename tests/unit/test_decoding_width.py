@@ -97,6 +97,36 @@ def test_a_prompt_in_the_forward_makes_no_mask_cheaper():
     assert 0 < width(0.03).choose(groups, drafted, everybody, 12).sum() < groups.sum()
 
 
+@pytest.mark.parametrize(
+    ("per_token", "wrong"),
+    [(0.02, {4: 1.0, 8: 1.0, 20: 1.5, 32: 1.5}), (0.1, {4: 1.5, 8: 1.4, 20: 1.0, 32: 1.0})],
+)
+def test_a_start_that_measured_wrongly_is_set_right(per_token, wrong):
+    """Some sizes seemed dearer than they are: they are tried nevertheless, and then used."""
+
+    def true_seconds(tokens: float) -> float:
+        return 1.0 + per_token * tokens
+
+    groups, drafted = full_groups(4, 0)
+    everybody = np.ones(4, dtype=bool)
+    wanted = int(width(per_token).choose(groups, drafted, everybody, 4).sum())
+    chooser = AdaptiveWidth(4, ForwardCost({n: true_seconds(n) * factor for n, factor in wrong.items()}))
+    used = []
+    for _ in range(1500):
+        masks = int(chooser.choose(groups, drafted, everybody, 4).sum())
+        tokens = 4 + 2 * masks  # each mask leaves a draft for the next forward
+        chooser.cost.learn(tokens, true_seconds(tokens))
+        used.append(masks)
+    assert used[0] != wanted
+
+    def rate(masks: int) -> float:
+        gain = sum(sum(0.65**d for d in range(1, depth + 1)) for depth in [masks // 4] * 4)
+        return (4 + gain) / true_seconds(4 + 2 * masks)
+
+    assert wanted == max((0, 4, 8, 12), key=rate)
+    assert np.mean([rate(masks) for masks in used[-400:]]) > 0.98 * rate(wanted) > rate(used[0])
+
+
 def test_rows_with_a_fixed_width_keep_theirs():
     groups, drafted = full_groups(3, 2)
     chosen = width(1.0, fixed=0.0).choose(groups, drafted, np.array([True, False, True]), 9)

@@ -73,7 +73,8 @@ def serve(
         ),
     ] = None,
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.")
+        bool,
+        typer.Option("--log-prompts", help="Write prompts and answers to the log.", rich_help_panel=_NETWORK),
     ] = False,
     rows: Annotated[int, typer.Option(min=1, help="Answers decoded together.", rich_help_panel=_LIMITS)] = 16,
     max_length: Annotated[

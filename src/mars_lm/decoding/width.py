@@ -22,10 +22,15 @@ Ints = np.ndarray
 THRESHOLDS = np.array([2.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.0])
 # Where no mask pays nothing is learnt about drafts: so often one row drafts all the same.
 PROBE_EVERY = 32
+# What a width costs is learnt by using it. So the next narrower or wider one is used now and then, the more
+# rarely the more it seems to lose (a share of the step's tokens), and never beyond `DEAR`: else a size that
+# once seemed slow would not be seen again. `REGRET` of all tokens is what this may lose.
+REGRET, DEAR = 0.005, 0.4
 # What is believed of a draft before any was seen, and how many seen ones weigh as much as this belief.
 PRIOR, PRIOR_WEIGHT = 0.65, 8.0
 # Tokens of the forwards that are timed at the start; their costs need not lie on a line.
 MEASURED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
+ROUNDS, ROUND_SECONDS = 4, 0.25  # so often each, but a slow machine's start shall not wait: then twice
 MEMORY = 400.0  # drafts after which older ones count half
 
 
@@ -41,6 +46,7 @@ class ForwardCost:
         slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
         beyond = np.maximum(self.tokens - sizes[-1], 0) * max(slope, 0.0)
         self.seconds = np.interp(self.tokens, sizes, known) + beyond
+        self._seen = np.full(len(self.tokens), 2.0)  # steps of about this size; the start counts as two
 
     def __call__(self, tokens: Any) -> Any:
         """Seconds of forwards with so many tokens: a number or an array, whole or not."""
@@ -50,9 +56,11 @@ class ForwardCost:
         """One step took so long. A step that was held up by something else counts as a slow one, not more."""
         expected = float(self(tokens))
         drift = min(seconds / expected, 2.0)
-        near = np.abs(np.log(self.tokens / max(tokens, 1)))
-        # The sizes beside it drift along, and far ones a little: a longer context slows all.
-        self.seconds *= 1 + 0.1 * (drift - 1) * np.maximum(np.exp(-2 * near), 0.05)
+        near = np.exp(-2 * np.abs(np.log(self.tokens / max(tokens, 1))))
+        # An average of the first ten, then of the latest. The sizes beside it drift along, and far ones a
+        # little: a longer context slows all.
+        self.seconds *= 1 + (drift - 1) * np.maximum(near, 0.05) / np.minimum(self._seen + 1, 10.0)
+        self._seen += near**2
 
 
 class AdaptiveWidth:
@@ -70,7 +78,7 @@ class AdaptiveWidth:
         self.cost = cost
         self.hits = np.full(block_size - 1, PRIOR * PRIOR_WEIGHT)
         self.tries = np.full(block_size - 1, PRIOR_WEIGHT)
-        self._idle = 0
+        self._idle, self._allowance, self._wider = 0, 0.0, True
 
     def choose(
         self,
@@ -118,7 +126,8 @@ class AdaptiveWidth:
         # What a second is worth: the tokens that the rows commit in it while they only decode. A forward that
         # carries prompts too is long in any case: measured by its own rate, every mask would pay in it.
         rate = (committed / self.cost(tokens - prompt)).max()
-        best = int(np.argmax(committed - rate * self.cost(tokens)))
+        promise = committed - rate * self.cost(tokens)
+        best = self._nearby(int(np.argmax(promise)), promise / committed, masks)
         chosen = groups.copy()
         chosen[adapts] = placed[..., best].sum(axis=2)
         self._idle = 0 if masks[best] else self._idle + 1
@@ -127,6 +136,21 @@ class AdaptiveWidth:
             row = int(np.flatnonzero(adapts)[np.random.default_rng(clean).integers(len(own))])
             chosen[row, drafted[row]] = groups[row, drafted[row]]
         return chosen
+
+    def _nearby(self, best: int, promise: np.ndarray, masks: Ints) -> int:
+        """The best threshold, or now and then, in turn, the next one with fewer or with more masks."""
+        self._allowance = min(self._allowance + REGRET, DEAR)
+        others = np.flatnonzero(masks > masks[best] if self._wider else masks < masks[best])
+        other = int(others[0 if self._wider else -1]) if len(others) else best
+        price = max(float(promise[best] - promise[other]), 16 * REGRET)
+        if other == best or price > DEAR:
+            self._wider = not self._wider
+            return best
+        if self._allowance < price:
+            return best
+        self._wider = not self._wider
+        self._allowance -= price
+        return other
 
     def learn_drafts(self, drafted: Ints, agreed: Ints) -> None:
         """So much of each row's draft was confirmed: int64 [R] both."""
@@ -154,12 +178,16 @@ def forward_cost(model: Any, forward: Forward, slots: int) -> ForwardCost:
     kind = (type(forward), torch.get_num_threads())
     if kind not in known:
         seconds: dict[int, float] = {}
-        for size in [min(size, slots) for size in MEASURED_SIZES for _ in range(2)]:
-            feed = Feed.of_one_row(np.zeros(size, dtype=np.int64))
-            begun = time.perf_counter()
-            logits = forward.logits(forward.hidden(feed))
-            float(logits[0, 0])  # a device may answer late
-            # The better of two: the first touches its memory, and either may be held up.
-            seconds[size] = min(time.perf_counter() - begun, seconds.get(size, np.inf))
+        for done in range(ROUNDS):
+            # The best of several rounds: the first touches its memory, and any may be held up; one after the
+            # other, so that what holds up a size for a while does not spoil its every turn.
+            if done >= 2 and sum(seconds.values()) > ROUND_SECONDS:
+                break
+            for size in (min(size, slots) for size in MEASURED_SIZES):
+                feed = Feed.of_one_row(np.zeros(size, dtype=np.int64))
+                begun = time.perf_counter()
+                logits = forward.logits(forward.hidden(feed))
+                float(logits[0, 0])  # a device may answer late
+                seconds[size] = min(time.perf_counter() - begun, seconds.get(size, np.inf))
         known[kind] = ForwardCost(seconds)
     return known[kind]

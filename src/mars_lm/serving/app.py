@@ -242,6 +242,20 @@ def _add_state_routes(app: FastAPI, server: Server) -> None:
     runner = server.runner
     unwell: dict[int | str, dict[str, Any]] = {503: {"model": schemas.Health, "description": "No."}}
 
+    if not server.options.page:
+
+        @app.get(
+            "/", responses={404: {"model": schemas.ErrorAnswer, "description": "No page."}}, tags=["state"]
+        )
+        async def no_page() -> Response:
+            """Somebody opened the server in a browser: say what is here."""
+            raise ApiError(
+                404,
+                "There is no page here (--ui gives one): OpenAI's API is under /v1, what is counted under "
+                "/metrics.",
+                code="no_page",
+            )
+
     @app.get("/health", responses={200: {"model": schemas.Health}, **unwell}, tags=["state"])
     async def health() -> Response:
         """Whether the process works; if not, it should be restarted."""
