@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
         exact = DecodingSettings(max_new_tokens=args.max_new_tokens, **changes)
         bench = Bench(args, loaded, exact)
         result: dict[str, Any] = {
-            "dtype": str(loaded.model.dtype),
+            "dtype": loaded.dtype,
             "kernels": bench.kernels,
             "settings": dataclasses.asdict(exact),
         }

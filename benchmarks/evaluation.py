@@ -121,7 +121,7 @@ def main() -> None:
         for row in rows
     ]
     print(markdown(header, lines))
-    write(args.output.with_suffix(".json"), {"rows": rows, "dtype": str(loaded.model.dtype), "tau": args.tau})
+    write(args.output.with_suffix(".json"), {"rows": rows, "dtype": loaded.dtype, "tau": args.tau})
     picture(args.output.with_suffix(".png"), rows)
 
 

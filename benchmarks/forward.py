@@ -2,11 +2,13 @@
 
     python benchmarks/forward.py --output docs/results/forward
     python benchmarks/forward.py --forwards torch invariant --dtypes bfloat16 --batches 1 4 --output OUTPUT
+    python benchmarks/forward.py --forwards native --dtypes float32 int8 --text FILE.jsonl --output OUTPUT
 
 One row with 300 tokens behind it; the layers alone, without the output matrix. Prints a table and writes
 OUTPUT.json and OUTPUT.png. Contestants run in turn; a figure is the median over turns. Further contestants:
 transformers' modules compiled by torch.compile, and those whose logits have the same bits in any company.
---batches adds tokens a second of whole answers, in one-token and in exact mode.
+--batches adds tokens a second of whole answers, in one-token and in exact mode; --text what each contestant says
+to the responses of a JSON Lines file, against the first one.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from mars_lm.decoding.compiled import CompiledForward
 from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.forward import Feed, Forward
 from mars_lm.errors import MarsError
+from mars_lm.evaluation.text_rows import read_examples
 from mars_lm.settings import DecodingSettings
 
 # What `Engine` is told for each contestant.
@@ -86,6 +89,38 @@ def rates(
     return {"batch": batch, **{n: batch * tokens / statistics.median(s) for n, s in seconds.items()}}
 
 
+@torch.inference_mode()
+def judgements(
+    forwards: dict[str, Forward], checkpoint: checkpoints.Checkpoint, text: Path, rows: int
+) -> list[dict[str, Any]]:
+    """What each forward says to the same responses: nats a token, and how far from the first forward."""
+    examples = read_examples(checkpoint, text, limit=rows)
+    first: list[torch.Tensor] = []
+    out = []
+    for name, forward in forwards.items():
+        loss = divergence = agree = count = 0.0
+        for number, (ids, start) in enumerate(examples):
+            said = forward.logits(forward.hidden(Feed.of_one_row(np.array(ids)))[start - 1 : -1]).log_softmax(
+                -1
+            )
+            if len(first) <= number:
+                first.append(said)
+            truth = torch.tensor(ids[start:])
+            loss -= float(said.gather(1, truth[:, None]).sum())
+            divergence += float((first[number].exp() * (first[number] - said)).sum())
+            agree += float((first[number].argmax(1) == said.argmax(1)).sum())
+            count += len(truth)
+        out.append(
+            {
+                "forward": name,
+                "nats a token": loss / count,
+                "divergence from the first": divergence / count,
+                "same best token": agree / count,
+            }
+        )
+    return out
+
+
 def answers(engine: Engine, prompts: list[list[int]], settings: DecodingSettings) -> None:
     """Decode the prompts together."""
     requests = [engine.add(prompt, settings) for prompt in prompts]
@@ -113,9 +148,9 @@ def picture(path: Path, rows: list[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
+def show(title: str, rows: list[dict[str, Any]], digits: int = 1) -> None:
     """Print rows as a table."""
-    Console(width=120).print(table(rows, title, digits=1))
+    Console(width=120).print(table(rows, title, digits=digits))
 
 
 def main() -> None:
@@ -130,16 +165,20 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--batches", type=int, nargs="*", default=[], help="tokens a second of whole answers")
     parser.add_argument("--new-tokens", type=int, default=40)
+    parser.add_argument("--text", type=Path, help="JSON Lines whose responses are judged")
+    parser.add_argument("--rows", type=int, default=64, help="of the text")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     loaded, forwards, warm_up = {}, {}, {}
-    slots = args.behind + max(args.sizes)
+    slots = max(args.behind + max(args.sizes), 256 if args.text else 0)
     try:
         for dtype in args.dtypes:
             loaded[dtype] = checkpoints.load_default(dtype=dtype, device="cpu")
             for kind in args.forwards:
                 name = f"{kind}, {dtype}"
-                forwards[name] = made = make_forward(loaded[dtype].model, 1, slots, **FORWARDS[kind])
+                forwards[name] = made = make_forward(
+                    loaded[dtype].model, 1, slots, int8=loaded[dtype].int8, **FORWARDS[kind]
+                )
                 if isinstance(made, CompiledForward):
                     warm_up[name] = made.warm_up_seconds
     except MarsError as error:
@@ -156,6 +195,9 @@ def main() -> None:
             rates(loaded, args.forwards, batch, args.new_tokens, repeats) for batch in args.batches
         ]
         show("tokens a second", result["tokens_per_second"])
+    if args.text:
+        result["judgements"] = judgements(forwards, next(iter(loaded.values())), args.text, args.rows)
+        show(f"{args.rows} responses", result["judgements"], digits=4)
     write(args.output.with_suffix(".json"), result)
     picture(args.output.with_suffix(".png"), rows)
 

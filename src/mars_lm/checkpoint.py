@@ -22,6 +22,7 @@ from mars_lm.architectures import check_supported
 from mars_lm.errors import MarsError
 from mars_lm.folders import is_no_space, replaced_folder
 from mars_lm.gguf_file import split_digits_as_trained
+from mars_lm.int8 import round_weights
 from mars_lm.mask_token import MASK_TOKEN, make_mars_ready
 from mars_lm.prompts import encode_chat, encode_prompt, end_token_ids
 from mars_lm.settings import MarsSettings
@@ -29,6 +30,7 @@ from mars_lm.sources import Source, locate, told_in_one_sentence
 
 __all__ = [
     "DEFAULT_ADAPTER",
+    "INT8",
     "MASK_TOKEN",
     "Checkpoint",
     "check_supported",
@@ -46,6 +48,7 @@ __all__ = [
 
 DEFAULT_ADAPTER = Path(__file__).parent / "data" / "smollm2-135m-instruct-mars"
 
+INT8 = "int8"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Top-level files that a save replaces. Whatever else lies in the folder is the user's and stays.
 _CHECKPOINT_FILES = re.compile(
@@ -64,11 +67,18 @@ class Checkpoint:
         model: a causal LM (`PreTrainedModel`) in evaluation mode.
         tokenizer: its tokenizer (`PreTrainedTokenizerBase`).
         mars: its settings; None for an ordinary AR model.
+        int8: its linear weights are rounded to int8; an engine computes with them in int8.
     """
 
     model: Any
     tokenizer: Any
     mars: MarsSettings | None
+    int8: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """What an engine computes with: int8, float32, bfloat16 or float16."""
+        return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
 
 def load(
@@ -84,8 +94,9 @@ def load(
     Args:
         source: a Hub id, a local folder, a `.gguf` file, or a LoRA adapter's folder that names its base.
         adapter: a LoRA adapter's folder or Hub id, merged into plain weights; "default" is the packaged one.
-        dtype: auto, float32, bfloat16 or float16. auto: on a CPU bfloat16 where the processor computes in it,
-            else float32; on a GPU the checkpoint's own (bfloat16 for a GGUF file).
+        dtype: auto, float32, bfloat16, float16 or int8. auto: on a CPU bfloat16 where the processor computes
+            in it, else float32; on a GPU the checkpoint's own (bfloat16 for a GGUF file). int8: on a CPU,
+            weights of eight bits (docs/decoding.md).
         revision: the branch, tag or commit of a Hub id.
         device: such as cpu or cuda:0; None: cuda where there is one, else cpu.
     Returns:
@@ -110,7 +121,13 @@ def load(
     with told_in_one_sentence(f"{where.name} cannot be placed on {place}"):
         model = model.to(place)
     model.eval()
-    return Checkpoint(model=model, tokenizer=tokenizer, mars=_settings_of(model))
+    made = Checkpoint(model=model, tokenizer=tokenizer, mars=_settings_of(model))
+    return _in_int8(made) if dtype == INT8 else made
+
+
+def _in_int8(checkpoint: Checkpoint) -> Checkpoint:
+    round_weights(checkpoint.model)
+    return dataclasses.replace(checkpoint, int8=True)
 
 
 def load_default(*, dtype: str = "auto", device: str | None = None) -> Checkpoint:
@@ -137,7 +154,7 @@ def load_default(*, dtype: str = "auto", device: str | None = None) -> Checkpoin
     kept = base_weights.cache_folder() / f"default-{name}-{_fingerprint(base, DEFAULT_ADAPTER)[:16]}"
     if kept.is_dir():
         try:
-            return load(kept, dtype=name, device=str(place))
+            return load(kept, dtype=INT8 if dtype == INT8 else name, device=str(place))
         except MarsError:
             shutil.rmtree(kept, ignore_errors=True)
     checkpoint = load(base, adapter=DEFAULT_ADAPTER, dtype=name, device=str(place))
@@ -146,7 +163,7 @@ def load_default(*, dtype: str = "auto", device: str | None = None) -> Checkpoin
         for old in kept.parent.glob(f"default-{name}-*"):
             if old != kept:
                 shutil.rmtree(old, ignore_errors=True)
-    return checkpoint
+    return _in_int8(checkpoint) if dtype == INT8 else checkpoint
 
 
 def load_base(*, dtype: str = "auto", device: str | None = None) -> Checkpoint:
@@ -257,8 +274,12 @@ def _dtype(dtype: str, place: torch.device, *, gguf: bool = False) -> Any:
     """The torch type that a name means on a device, or "auto" for the checkpoint's own."""
     if dtype in _DTYPES:
         return _DTYPES[dtype]
+    if dtype == INT8 and place.type != "cpu":
+        raise MarsError(f"dtype is int8, which runs on a CPU, and the device is {place}: name another dtype.")
+    if dtype == INT8:
+        return torch.float32
     if dtype != "auto":
-        raise MarsError(f"dtype is {dtype!r}, expected one of auto, {', '.join(_DTYPES)}.")
+        raise MarsError(f"dtype is {dtype!r}, expected one of auto, {', '.join(_DTYPES)}, {INT8}.")
     if place.type == "cpu":
         return torch.bfloat16 if cpu_computes_bfloat16() else torch.float32
     # A GGUF file's own type is a quantised one, unpacked to float32: no type to compute in on a GPU.

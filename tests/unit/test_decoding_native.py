@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 
@@ -16,6 +17,7 @@ from mars_lm.decoding.forward import Feed, ModelForward
 from mars_lm.decoding.native import build
 from mars_lm.decoding.native.forward import NativeForward
 from mars_lm.errors import MarsError
+from mars_lm.int8 import quantized, round_weights
 from mars_lm.settings import DecodingSettings
 from tiny import tiny_checkpoint
 
@@ -35,6 +37,17 @@ KINDS = {
     "qwen2": {},  # biases in front of the attention
     "qwen3": {},  # norms of each head
 }
+
+
+# What the weights can be; for int8 in groups of 64.
+WEIGHTS = {"float32": {}, "bfloat16": {}, "int8": {"hidden_size": 64, "intermediate_size": 100}}
+
+
+def weighing(weights: str, **overrides):
+    """A checkpoint whose engine computes with such weights."""
+    dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
+    made = native_checkpoint(dtype=dtype, **{**WEIGHTS[weights], **overrides})
+    return dataclasses.replace(made, int8=weights == "int8")
 
 
 def native_checkpoint(kind: str = "llama", dtype: torch.dtype = torch.float32, **overrides):
@@ -85,17 +98,81 @@ def test_rows_holes_and_groups_are_seen_as_the_torch_forward_sees_them(kind):
             torch.testing.assert_close(native.hidden(step), plain.hidden(step), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_is_bit_equal_in_any_company(dtype):
-    """However the prompt is cut and whatever the other rows hold: the same bits, in either weight type."""
-    checkpoint = native_checkpoint(dtype=dtype)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 13, 14, 26, 27, 60])
+def test_int8_products_are_their_groups_sums(tokens):
+    """Against a slow count in whole numbers; what is multiplied is rounded in groups, as the weights are."""
+    checkpoint = weighing("int8", hidden_size=192)
+    forward = NativeForward(checkpoint.model, 1, 16, int8=True)
+    x = torch.randn(tokens, 192, generator=torch.Generator().manual_seed(tokens)) * 3
+    x[0, :64] = 0.0
+    whole, scale = quantized(checkpoint.model.get_output_embeddings().weight)
+    expected = torch.zeros(tokens, len(whole), dtype=torch.float64)
+    for group in range(3):
+        part = x[:, 64 * group : 64 * group + 64]
+        step = part.abs().amax(dim=1, keepdim=True) / 127
+        rounded = torch.where(step > 0, (part / step).round(), 0).double()
+        sums = rounded @ whole[:, 64 * group : 64 * group + 64].double().T
+        assert torch.equal(sums, sums.round())
+        expected += sums * step.double() * scale[:, group].double()
+    close = (forward.logits(x).double() - expected).abs() <= 1e-5 * expected.abs().max()
+    assert close.float().mean() > 0.999  # a value at a rounding's edge may fall to its other side
+    x[-1, 100] = float("nan")
+    assert forward.logits(x)[-1].isnan().all()
+    assert not forward.logits(x)[:-1].isnan().any()
+
+
+def test_int8_logits_are_those_of_modules_that_round_what_they_multiply():
+    checkpoint = weighing("int8", hidden_size=128)
+    forward = NativeForward(checkpoint.model, 2, 100, int8=True)
+    round_weights(checkpoint.model)
+
+    def rounded(module, inputs):
+        groups = torch.nn.functional.pad(inputs[0], (0, -inputs[0].shape[-1] % 64)).unflatten(-1, (-1, 64))
+        step = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        return (((groups / step).round() * step).flatten(-2)[..., : inputs[0].shape[-1]],)
+
+    for module in checkpoint.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(rounded)
+    ids = torch.randint(0, 300, (1, 90), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = checkpoint.model(ids).logits[0]
+        logits = forward.logits(forward.hidden(Feed.of_one_row(ids[0].numpy())))
+    # A value at a rounding's edge falls to its other side now and then.
+    assert float((logits - expected).norm() / expected.norm()) < 0.01
+
+
+def test_rounded_weights_are_rounded_once():
+    checkpoint = weighing("int8")
+    round_weights(checkpoint.model)
+    before = [p.clone() for p in checkpoint.model.parameters()]
+    round_weights(checkpoint.model)
+    for old, new in zip(before, checkpoint.model.parameters(), strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-6, atol=0)
+    weight = checkpoint.model.base_model.layers[0].mlp.up_proj.weight
+    whole, scale = quantized(weight)
+    assert whole.abs().max() == 127
+    assert len(weight[0, :64].div(scale[0, 0]).round().unique()) > 10
+
+
+def test_sizes_that_int8_does_not_take_are_named():
+    checkpoint = dataclasses.replace(native_checkpoint(), int8=True)
+    with pytest.raises(MarsError, match=r"multiples of 64.* 32"):
+        Engine(checkpoint)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_token_is_bit_equal_in_any_company(weights):
+    """However the prompt is cut and whatever the other rows hold: the same bits, in every weight type."""
+    checkpoint = weighing(weights)
+    int8 = checkpoint.int8
     draw = random.Random(0)
     ids = [draw.randrange(300) for _ in range(50)]
-    alone = NativeForward(checkpoint.model, 1, 64)
+    alone = NativeForward(checkpoint.model, 1, 64, int8=int8)
     with torch.inference_mode():
         expected = alone.logits(torch.cat([alone.hidden(feed((0, [t], i))) for i, t in enumerate(ids)]))
         for _ in range(8):
-            forward, at, seen = NativeForward(checkpoint.model, 3, 64), 0, []
+            forward, at, seen = NativeForward(checkpoint.model, 3, 64, int8=int8), 0, []
             other = 0
             while at < len(ids):
                 size = min(draw.choice([1, 2, 3, 5, 8, 13, 21, 34]), len(ids) - at)
@@ -107,10 +184,11 @@ def test_a_token_is_bit_equal_in_any_company(dtype):
 
 
 @pytest.mark.parametrize("recovery", [True, False])
-def test_exact_mode_in_bfloat16_says_what_one_token_mode_says(recovery):
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_exact_mode_in_few_bits_says_what_one_token_mode_says(weights, recovery):
     """Random models tie often; without bit-equal logits some of these texts would part."""
     for seed in range(6):
-        checkpoint = native_checkpoint(dtype=torch.bfloat16, seed=seed)
+        checkpoint = weighing(weights, seed=seed)
         draw = random.Random(seed)
         prompts = [[draw.randrange(300) for _ in range(draw.randrange(1, 40))] for _ in range(5)]
         exact = DecodingSettings(max_new_tokens=40, ignore_eos=True, recovery=recovery)

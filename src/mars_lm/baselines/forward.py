@@ -56,7 +56,7 @@ class RowsForward:
     """
 
     def __init__(self, checkpoint: Checkpoint, rows: int, slots: int) -> None:
-        self.model = make_forward(checkpoint.model, rows, slots)
+        self.model = make_forward(checkpoint.model, rows, slots, int8=checkpoint.int8)
 
     def __call__(self, runs: Sequence[Run]) -> list[Tensor]:
         """The last hidden states [T, hidden] of each run; keys and values go to its positions."""

@@ -44,6 +44,11 @@ def convert(
     from mars_lm import checkpoint as checkpoints
 
     quiet_libraries()
+    if dtype == checkpoints.INT8:
+        raise MarsError(
+            "--dtype int8 is no format to write: convert to float32, bfloat16 or float16, and load that with "
+            "--dtype int8."
+        )
     loaded = checkpoints.load(source, adapter=adapter, dtype=dtype or _stored_dtype(source))
     if loaded.mars is None:
         settings = checkpoints.make_mars_ready(

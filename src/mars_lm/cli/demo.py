@@ -59,8 +59,8 @@ def demo(
     from mars_lm.prompts import encode_chat
 
     weights = next(checkpoint.model.parameters())
-    dtype = str(weights.dtype).removeprefix("torch.")
-    terminal.remark(f"{dtype} on {weights.device}, {torch.get_num_threads()} threads; one colour a forward")
+    threads = torch.get_num_threads()
+    terminal.remark(f"{checkpoint.dtype} on {weights.device}, {threads} threads; one colour a forward")
     engine = Engine(checkpoint, max_rows=1)
     prompts = {
         name: encode_chat(checkpoint, [{"role": "user", "content": prompt}])

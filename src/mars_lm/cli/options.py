@@ -32,7 +32,7 @@ Dtype = Annotated[
     str,
     typer.Option(
         metavar="TYPE",
-        help="float32, bfloat16, float16, or auto: bfloat16 where the processor computes in it.",
+        help="float32, bfloat16, float16, int8 (CPU), or auto: bfloat16 where the processor computes in it.",
         rich_help_panel="Model",
     ),
 ]

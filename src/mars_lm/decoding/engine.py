@@ -162,7 +162,9 @@ class Engine:
         ends = np.array(sorted(end_token_ids(checkpoint)), dtype=np.int64)
         self._ends = ends[ends < self.vocabulary]
         self._tokenizer = checkpoint.tokenizer
-        self._model = make_forward(model, max_rows, self.max_length + scratch, kernels, invariant=invariant)
+        self._model = make_forward(
+            model, max_rows, self.max_length + scratch, kernels, invariant=invariant, int8=checkpoint.int8
+        )
         self._width: AdaptiveWidth | None = None
         if self._mask_token_id is not None and self.block_size > 1:
             cost = forward_cost(model, self._model, self.max_length)

@@ -15,7 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def make_forward(
-    model: Any, rows: int, slots: int, kernels: str = "auto", invariant: bool = False
+    model: Any,
+    rows: int,
+    slots: int,
+    kernels: str = "auto",
+    invariant: bool = False,
+    int8: bool = False,
 ) -> Forward:
     """The model with a cache of `rows` x `slots`.
 
@@ -26,6 +31,7 @@ def make_forward(
             says why.
         invariant: a token's logits have the same bits in any company. The C kernels' always have;
             transformers' modules then work in products of one shape.
+        int8: the C kernels compute in int8, and "auto" takes no others.
     Raises:
         MarsError: "native" was asked for and can't be; or no such choice.
     """
@@ -39,8 +45,12 @@ def make_forward(
         try:  # the import in here tells `custom_generate` that a copy beside a checkpoint does without
             from mars_lm.decoding.native.forward import NativeForward
 
-            return NativeForward(model, rows, slots)
+            return NativeForward(model, rows, slots, int8=int8)
         except (MarsError, ImportError) as error:
+            if int8:
+                raise MarsError(
+                    f"int8 runs on the native kernels, and they can't run this model: {error}"
+                ) from error
             if kernels == "native":
                 raise MarsError(f"The native kernels can't run this model: {error}") from error
             logger.info("Decoding with transformers' own modules, not the native kernels: %s", error)

@@ -16,19 +16,23 @@ from mars_lm.decoding.forward import Feed, alone_with
 from mars_lm.decoding.kv_cache import lazy_zeros
 from mars_lm.decoding.native.build import library
 from mars_lm.errors import MarsError
+from mars_lm.int8 import GROUP, quantized
 
 # Attention with rotary positions over whole heads, RMS norms, a SiLU-gated MLP, no biases but q, k and v's.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # What the kernels' hidden states may differ from transformers' on the same tokens, relative to their size:
 # rounding alone. transformers rounds to bfloat16 after every operation, the kernels do not.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+INT8_TOLERANCE = 0.3  # eight bits round more
+# What the kernels know weights as.
+_FLOAT32, _BFLOAT16, _INT8 = range(3)
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = (("w", _Pointer), ("bias", _Pointer), ("k", _Int), ("n", _Int))
+    _fields_ = (("w", _Pointer), ("scale", _Pointer), ("bias", _Pointer), ("k", _Int), ("n", _Int))
 
 
 class _Layer(ctypes.Structure):
@@ -48,7 +52,7 @@ class _Model(ctypes.Structure):
         *((name, _Int) for name in _SIZES),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
-        ("bf16", _Int),
+        ("weights", _Int),
         *((name, _Pointer) for name in ("norm_final", "cos", "sin", "layer")),
     )
 
@@ -114,15 +118,15 @@ class _Arena:
 class _Packed:
     """The model's weights as the kernels read them."""
 
-    def __init__(self, model: Any, vector: int) -> None:
+    def __init__(self, model: Any, vector: int, int8: bool) -> None:
         config = model.config
-        self.vector = vector
-        self.bf16 = model.dtype == torch.bfloat16
-        self.dtype = model.dtype
+        self.vector, self.dtype = vector, model.dtype
+        self.kind = _INT8 if int8 else _BFLOAT16 if model.dtype == torch.bfloat16 else _FLOAT32
         self.kept: list[Tensor] = []  # what the structs point to
         self._arena = _Arena()
         self.checked = False  # against transformers' own forward
-        self.intermediate = -(-config.intermediate_size // vector) * vector
+        unit = GROUP if int8 else vector
+        self.intermediate = -(-config.intermediate_size // unit) * unit
         self.layers = [self._layer(layer) for layer in model.base_model.layers]
         self.norm = self._vector(model.base_model.norm.weight)
         head = model.get_output_embeddings()
@@ -164,16 +168,29 @@ class _Packed:
         return self._keep(weight.detach().float())
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
-        """[n, k] -> panels [n / 2V, k, 2V], the last filled with zeros; bfloat16: [n / 2V, k / 2, 2V, 2]."""
+        """[n, k] -> panels [n / 2V, k, 2V], the last filled with zeros.
+
+        bfloat16: [n / 2V, k / 2, 2V, 2]; int8: [n / 2V, k / 4, 2V, 4], and scales [n / 2V, k / GROUP, 2V].
+        """
         n, k = weight.shape
-        if k % 2:
-            raise MarsError(f"its hidden size ({k}) is odd")
-        panel = 2 * self.vector
-        padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -n % panel)).to(self.dtype)
-        packed = padded.unflatten(0, (-1, panel)).transpose(1, 2)
-        if self.bf16:
-            packed = packed.unflatten(1, (-1, 2)).transpose(2, 3)
-        return _Linear(w=self._keep(packed), bias=None if bias is None else self._vector(bias), k=k, n=n)
+        panel, scale = 2 * self.vector, None
+        if self.kind == _INT8:
+            whole, scales = quantized(weight)
+            padding = (0, 0, 0, -n % panel)
+            packed = torch.nn.functional.pad(whole.to(torch.int16) + 128, padding, value=128).to(torch.uint8)
+            packed = packed.view(-1, panel, k // 4, 4).transpose(1, 2)
+            scale = self._keep(
+                torch.nn.functional.pad(scales, padding).unflatten(0, (-1, panel)).transpose(1, 2)
+            )
+        else:
+            if k % 2:
+                raise MarsError(f"its hidden size ({k}) is odd")
+            padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -n % panel)).to(self.dtype)
+            packed = padded.unflatten(0, (-1, panel)).transpose(1, 2)
+            if self.kind == _BFLOAT16:
+                packed = packed.unflatten(1, (-1, 2)).transpose(2, 3)
+        kept_bias = None if bias is None else self._vector(bias)
+        return _Linear(w=self._keep(packed), scale=scale, bias=kept_bias, k=k, n=n)
 
     def _rotations(self, model: Any) -> tuple[int, int]:
         """The model's own cosines and sines of every position of its context, [positions, head_dim / 2]."""
@@ -208,14 +225,14 @@ def _groups(widths: list[int], most: int, kv_heads: int, threads: int) -> list[i
 _packed: weakref.WeakKeyDictionary[Any, tuple[Any, _Packed]] = weakref.WeakKeyDictionary()
 
 
-def _pack(model: Any, vector: int) -> _Packed:
+def _pack(model: Any, vector: int, int8: bool) -> _Packed:
     parameters = list(model.parameters())
     if any(parameter.is_inference() for parameter in parameters):
-        return _Packed(model, vector)
-    state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+        return _Packed(model, vector, int8)
+    state = [int8, *((parameter.data_ptr(), parameter._version) for parameter in parameters)]
     found = _packed.get(model)
     if found is None or found[0] != state:
-        found = _packed[model] = (state, _Packed(model, vector))
+        found = _packed[model] = (state, _Packed(model, vector, int8))
     return found[1]
 
 
@@ -226,12 +243,13 @@ class NativeForward:
         model: a causal LM of one of `FAMILIES`, float32 or bfloat16, on the CPU. It keeps its own weights;
             the kernels read a packed copy of them.
         rows, slots: size of the cache.
+        int8: the packed copy is rounded to int8, and so is what it is multiplied with.
     Raises:
         MarsError: the kernels can't be built here, or don't compute what this model does; the sentence is
             the reason.
     """
 
-    def __init__(self, model: Any, rows: int, slots: int) -> None:
+    def __init__(self, model: Any, rows: int, slots: int, *, int8: bool = False) -> None:
         self._check_kind(model)
         self._library = library()
         if self._library.mars_model_bytes() != ctypes.sizeof(_Model) + ctypes.sizeof(_Layer):
@@ -243,7 +261,7 @@ class NativeForward:
             raise MarsError(f"its heads' size ({head_dim}) is no multiple of {vector}")
         self.model, self.device, self.dtype = model, torch.device("cpu"), torch.float32
         self._embed = model.get_input_embeddings()
-        self._weights = weights = _pack(model, vector)
+        self._weights = weights = _pack(model, vector, int8)
         kv_heads = config.num_key_value_heads
         self.cache = NativeCache(len(weights.layers), rows, slots, kv_heads, head_dim, vector)
         self._layers = (_Layer * len(weights.layers))(*weights.layers)
@@ -259,7 +277,7 @@ class NativeForward:
             slots=self.cache.slots,
             eps=config.rms_norm_eps,
             scale=attention.scaling,
-            bf16=weights.bf16,
+            weights=weights.kind,
             norm_final=weights.norm,
             cos=weights.cos,
             sin=weights.sin,
@@ -307,7 +325,7 @@ class NativeForward:
         logits, scratch = torch.empty(len(hidden), head.n), torch.empty_like(hidden)
         self._library.mars_linear(
             ctypes.byref(head),
-            _Int(self._weights.bf16),
+            _Int(self._weights.kind),
             _Pointer(hidden.data_ptr()),
             _Int(len(hidden)),
             _Pointer(logits.data_ptr()),
@@ -334,7 +352,7 @@ class NativeForward:
             self._scratch = [
                 torch.empty(tokens, width)
                 for width in (
-                    model.hidden,
+                    max(model.hidden, model.intermediate // 2) if model.weights == _INT8 else model.hidden,
                     heads * model.head_dim,
                     model.q_heads * model.head_dim,
                     model.intermediate,
@@ -371,5 +389,6 @@ class NativeForward:
         with alone_with(self.model):
             theirs = self.model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float()
         error = float((ours - theirs).norm() / theirs.norm())
-        if not error < TOLERANCE[self.model.dtype]:
+        tolerance = INT8_TOLERANCE if self._weights.kind == _INT8 else TOLERANCE[self.model.dtype]
+        if not error < tolerance:
             raise MarsError(f"the kernels' logits differ from transformers' by {error:.1%}")

@@ -9,8 +9,13 @@
  * one order, along k, by one accumulator, however many tokens are multiplied at once. So exact mode's text is
  * one-token mode's in any weight type, any batch and any cut of the prompt.
  *
- * Arithmetic is float32; weights are float32 or bfloat16. V floats make a vector. Shapes are row-major.
+ * Weights are float32 or bfloat16, and arithmetic is float32; or both weights and what they are multiplied with
+ * are int8, with a scale for each GROUP of k, and a group's sum is an integer's. V floats make a vector. Shapes
+ * are row-major.
  */
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <omp.h>
 #include <sched.h>
@@ -32,12 +37,14 @@
 #define QUERIES 4
 #endif
 #define PASSES 4   /* passes that share a block of weights while it is in the first cache */
-#define BLOCK 128  /* k of such a block */
+#define BLOCK 128  /* k of such a block, a multiple of GROUP */
+#define GROUP 64   /* k that share a scale, where weights are int8 */
 #define TILE 64    /* slots whose weights lie beside each other in one pass over the values */
 #define AHEAD 12288 /* bytes to fetch ahead of the pass: measured, flat between 8192 and 16384 */
 
 typedef float vf __attribute__((vector_size(V * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(V * 4), aligned(4), may_alias));
+typedef int8_t vb __attribute__((vector_size(V)));
 typedef uint32_t vu __attribute__((vector_size(V * 4), aligned(4), may_alias));
 
 /* ---- threads ----------------------------------------------------------------------------------------- */
@@ -63,13 +70,16 @@ static void meet(Barrier *barrier) {
 
 /* ---- products ---------------------------------------------------------------------------------------- */
 
-enum { STORE, ADD, SWIGLU }; /* what becomes of a product */
+enum { STORE, ADD, SWIGLU };   /* what becomes of a product */
+enum { FLOAT32, BFLOAT16, INT8 }; /* what weights are */
 
 typedef struct {
-  /* [panels][k][PANEL], bfloat16: [panels][k / 2][PANEL][2]; SWIGLU: V columns of the gate, then V of up */
+  /* [panels][k][PANEL]; bfloat16: [panels][k / 2][PANEL][2]; int8: [panels][k / 4][PANEL][4], 128 added to each.
+   * SWIGLU: V columns of the gate, then V of up */
   const void *w;
-  const float *bias; /* [n] or null */
-  int64_t k, n;      /* k even; n: outputs, for SWIGLU gate and up together */
+  const float *scale; /* int8: [panels][k / GROUP][PANEL] */
+  const float *bias;  /* [n] or null */
+  int64_t k, n;       /* k even, int8: a multiple of GROUP; n: outputs, for SWIGLU gate and up together */
 } Linear;
 
 /* Half of the weights of one k. A float32 panel has a row for each k; a bfloat16 panel one for each two, the
@@ -160,11 +170,98 @@ static float *packed(float *x, int64_t k, int64_t tokens, int64_t t, int64_t *st
   return x + begin * k + (t - begin);
 }
 
-/* One panel of y = x W for all tokens; x and, for SWIGLU, y packed. */
-static void panel(const Linear *linear, int bf16, const float *x, int64_t tokens, int64_t index, float *y,
+/* Where weights are int8, so is what they are multiplied with: packed x is then, in the room of the floats, the
+ * passes' words of four bytes [passes][k / 4][tokens of the pass], then their scales [passes][k / GROUP][tokens of
+ * the pass], then, likewise, what makes up for the 128 that is added to every weight. */
+typedef struct {
+  int32_t *words;
+  float *scales;
+  int32_t *shifts;
+} Quantized;
+
+/* The parts of x, packed of width k, of the pass that begins with token `begin`. */
+static Quantized quantized(float *x, int64_t k, int64_t tokens, int64_t begin) {
+  float *scales = x + tokens * k / 4, *shifts = scales + tokens * k / GROUP;
+  return (Quantized){(int32_t *)x + begin * k / 4, scales + begin * k / GROUP,
+                     (int32_t *)shifts + begin * k / GROUP};
+}
+
+/* To each sum, four products of a word's bytes: unsigned ones of w, signed ones of x. */
+static inline vi dot(vi sums, vi w, int32_t x) {
+#if defined(__AVX512VNNI__) && V == 16
+  return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__) && V == 8
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)w, _mm256_set1_epi32(x));
+#else
+  for (int shift = 0; shift < 32; shift += 8) sums += ((w >> shift) & 255) * (int32_t)(int8_t)(x >> shift);
+  return sums;
+#endif
+}
+
+/* out[m][0..1] += sum over k, a multiple of GROUP, of x[k][m] * panel[k], for M tokens. */
+#define PANEL_INT8(M)                                                                                        \
+  static void panel_int8_##M(const int32_t *x, const float *x_scale, const int32_t *shift, const char *w,    \
+                             const float *w_scale, int64_t k, const char *next, int64_t step,                \
+                             vf (*out)[2]) {                                                                 \
+    for (int64_t g = 0; g < k; g += GROUP, w_scale += PANEL, x_scale += M, shift += M) {                     \
+      vi acc[M][2];                                                                                          \
+      for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = (vi){0} + shift[m];                                \
+      for (int i = 0; i < GROUP; i += 4, x += M, w += 4 * PANEL, next += 4 * step) {                         \
+        for (int line = 0; line < 4 * PANEL; line += 64) __builtin_prefetch(next + line, 0, 2);              \
+        vi w0 = *(const vi *)w, w1 = *(const vi *)(w + 4 * V);                                               \
+        _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                               \
+          acc[m][0] = dot(acc[m][0], w0, x[m]);                                                              \
+          acc[m][1] = dot(acc[m][1], w1, x[m]);                                                              \
+        }                                                                                                    \
+      }                                                                                                      \
+      vf s0 = *(const vf *)w_scale, s1 = *(const vf *)(w_scale + V);                                         \
+      for (int m = 0; m < M; m++) {                                                                          \
+        out[m][0] += __builtin_convertvector(acc[m][0], vf) * (s0 * x_scale[m]);                             \
+        out[m][1] += __builtin_convertvector(acc[m][1], vf) * (s1 * x_scale[m]);                             \
+      }                                                                                                      \
+    }                                                                                                        \
+  }
+#define NAME_INT8(M) panel_int8_##M,
+UP_TO_ROWS(PANEL_INT8)
+static void (*const by_tokens_int8[ROWS])(const int32_t *, const float *, const int32_t *, const char *,
+                                          const float *, int64_t, const char *, int64_t,
+                                          vf (*)[2]) = {UP_TO_ROWS(NAME_INT8)};
+
+/* A token's sums of one panel go where they belong: for SWIGLU into packed y, but for int8, which can only be
+ * packed when a whole group is there, into y[tokens][n / 2]. */
+static void finish(const Linear *linear, int weights, int64_t tokens, int64_t t, int64_t first, const vf *sums,
+                   float *y, int64_t ldy, int mode) {
+  float out[PANEL] __attribute__((aligned(64)));
+  int64_t width = linear->n - first < PANEL ? linear->n - first : PANEL;
+  if (mode == SWIGLU) {
+    vf gated = silu(sums[0]) * sums[1];
+    if (weights == INT8) {
+      *(vf *)(y + t * linear->n / 2 + first / 2) = gated;
+      return;
+    }
+    int64_t stride;
+    float *to = packed(y, linear->n / 2, tokens, t, &stride) + first / 2 * stride;
+    *(vf *)out = gated;
+    for (int64_t i = 0; i < V; i++) to[i * stride] = out[i];
+    return;
+  }
+  *(vf *)out = sums[0], *(vf *)(out + V) = sums[1];
+  float *to = y + t * ldy + first;
+  if (linear->bias)
+    for (int64_t i = 0; i < width; i++) out[i] += linear->bias[first + i];
+  if (mode == ADD)
+    for (int64_t i = 0; i < width; i++) to[i] += out[i];
+  else
+    memcpy(to, out, width * sizeof(float));
+}
+
+/* One panel of y = x W for all tokens; x packed. */
+static void panel(const Linear *linear, int weights, const float *x, int64_t tokens, int64_t index, float *y,
                   int64_t ldy, int mode) {
-  int64_t k = linear->k, line = PANEL * (bf16 ? 2 : 4), first = index * PANEL, all = passes_of(tokens);
+  static const int64_t bytes[] = {4, 2, 1};
+  int64_t k = linear->k, line = PANEL * bytes[weights], first = index * PANEL, all = passes_of(tokens);
   const char *w = (const char *)linear->w + index * k * line;
+  const float *scale = weights == INT8 ? linear->scale + index * k / GROUP * PANEL : 0;
   int64_t ahead = AHEAD;
   for (int64_t done = 0; done < all; done += PASSES) {
     int64_t passes = all - done < PASSES ? all - done : PASSES, block = passes > 1 ? BLOCK : k;
@@ -177,39 +274,29 @@ static void panel(const Linear *linear, int bf16, const float *x, int64_t tokens
       for (int64_t pass = 0; pass < passes; pass++) { /* each fetches its share of what comes next */
         int64_t from = pass_begin(tokens, done + pass), count = pass_begin(tokens, done + pass + 1) - from;
         const char *next = here + ahead + length * line * pass / passes;
-        (bf16 ? by_tokens_bf16 : by_tokens_f32)[count - 1](x + from * k + i * count, here, length, next,
-                                                          ahead ? line / passes : 0, acc + (from - begin));
+        int64_t step = ahead ? line / passes : 0;
+        if (weights == INT8) {
+          Quantized q = quantized((float *)x, k, tokens, from);
+          by_tokens_int8[count - 1](q.words + i / 4 * count, q.scales + i / GROUP * count,
+                                    q.shifts + i / GROUP * count, here, scale + i / GROUP * PANEL, length, next,
+                                    step, acc + (from - begin));
+        } else
+          (weights == BFLOAT16 ? by_tokens_bf16 : by_tokens_f32)[count - 1](
+              x + from * k + i * count, here, length, next, step, acc + (from - begin));
       }
     }
     ahead = 0; /* from now on it is in the cache */
-    for (int64_t t = begin; t < end; t++) {
-      float out[PANEL] __attribute__((aligned(64)));
-      int64_t width = linear->n - first < PANEL ? linear->n - first : PANEL;
-      if (mode == SWIGLU) {
-        int64_t stride;
-        float *to = packed(y, linear->n / 2, tokens, t, &stride) + first / 2 * stride;
-        *(vf *)out = silu(acc[t - begin][0]) * acc[t - begin][1];
-        for (int64_t i = 0; i < V; i++) to[i * stride] = out[i];
-        continue;
-      }
-      *(vf *)out = acc[t - begin][0], *(vf *)(out + V) = acc[t - begin][1];
-      float *to = y + t * ldy + first;
-      if (linear->bias)
-        for (int64_t i = 0; i < width; i++) out[i] += linear->bias[first + i];
-      if (mode == ADD)
-        for (int64_t i = 0; i < width; i++) to[i] += out[i];
-      else
-        memcpy(to, out, width * sizeof(float));
-    }
+    for (int64_t t = begin; t < end; t++)
+      finish(linear, weights, tokens, t, first, acc[t - begin], y, ldy, mode);
   }
 }
 
 /* y[tokens][n] = x W, x packed; by all threads of the region that calls it. */
-static void linear(const Linear *linear, int bf16, const float *x, int64_t tokens, float *y, int64_t ldy,
+static void linear(const Linear *linear, int weights, const float *x, int64_t tokens, float *y, int64_t ldy,
                    int mode, Barrier *barrier) {
   int64_t panels = (linear->n + PANEL - 1) / PANEL;
 #pragma omp for schedule(static) nowait
-  for (int64_t i = 0; i < panels; i++) panel(linear, bf16, x, tokens, i, y, ldy, mode);
+  for (int64_t i = 0; i < panels; i++) panel(linear, weights, x, tokens, i, y, ldy, mode);
   meet(barrier);
 }
 
@@ -228,17 +315,53 @@ static void rms_norm(const float *x, const float *weight, int64_t n, float eps, 
   for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
+/* One group of a token, normalised where there is a weight, as int8 with its scale. */
+static void quantize(const float *x, const float *weight, float norm, int64_t stride, int32_t *words, float *scale,
+                     int32_t *shift) {
+  vf v[GROUP / V], most = {0}, broken = {0};
+  for (int i = 0; i < GROUP / V; i++) {
+    v[i] = *(const vf *)(x + i * V);
+    if (weight) v[i] = v[i] * norm * *(const vf *)(weight + i * V);
+    vf size = (vf)((vi)v[i] & 0x7fffffff);
+    vi more = size > most;
+    most = (vf)(((vi)size & more) | ((vi)most & ~more));
+    broken += v[i] * 0.0f; /* a NaN or an infinity must not become a number */
+  }
+  float top = 0, bad = 0;
+  for (int j = 0; j < V; j++) top = most[j] > top ? most[j] : top, bad += broken[j];
+  float times = top > 0 ? 127.0f / top : 0.0f;
+  vi sums = {0};
+  for (int i = 0; i < GROUP / V; i++) {
+    vi q = (vi)(v[i] * times + 12582912.0f) - 0x4b400000; /* 1.5 * 2^23: the sum's last bits are the rounded value */
+    vb bytes = __builtin_convertvector(q, vb);
+    int32_t four[V / 4];
+    memcpy(four, &bytes, V);
+    for (int j = 0; j < V / 4; j++) words[(i * V / 4 + j) * stride] = four[j];
+    sums += q;
+  }
+  int32_t sum = 0;
+  for (int j = 0; j < V; j++) sum += sums[j];
+  *scale = top / 127.0f + bad, *shift = -128 * sum;
+}
+
 /* Packs x[tokens][k], normalised where there is a weight; by all threads. Tokens are neighbours in packed lines,
  * so a thread takes its share of k for all tokens: no line is written by two. */
-static void pack(const float *x, int64_t k, int64_t tokens, const float *weight, float eps, float *y,
+static void pack(const float *x, int64_t k, int64_t tokens, int weights, const float *weight, float eps, float *y,
                  Barrier *barrier) {
-  int64_t lines = (k + 15) / 16, threads = omp_get_num_threads(), thread = omp_get_thread_num();
-  int64_t begin = lines * thread / threads * 16, end = lines * (thread + 1) / threads * 16;
+  int64_t piece = weights == INT8 ? GROUP : 16, lines = (k + piece - 1) / piece;
+  int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+  int64_t begin = lines * thread / threads * piece, end = lines * (thread + 1) / threads * piece;
   if (end > k) end = k;
   for (int64_t t = 0; t < tokens; t++, x += k) {
     int64_t stride;
     float *to = packed(y, k, tokens, t, &stride), scale = weight ? rms_scale(x, k, eps) : 1.0f;
-    if (weight)
+    if (weights == INT8) {
+      int64_t place = (to - y) % k, first = (to - y - place) / k; /* of the token in its pass; the pass's first */
+      Quantized q = quantized(y, k, tokens, first);
+      for (int64_t i = begin; i < end; i += GROUP)
+        quantize(x + i, weight ? weight + i : 0, scale, stride, q.words + i / 4 * stride + place,
+                 q.scales + i / GROUP * stride + place, q.shifts + i / GROUP * stride + place);
+    } else if (weight)
       for (int64_t i = begin; i < end; i++) to[i * stride] = x[i] * scale * weight[i];
     else
       for (int64_t i = begin; i < end; i++) to[i * stride] = x[i];
@@ -266,7 +389,7 @@ typedef struct {
 typedef struct {
   int64_t layers, hidden, intermediate, q_heads, kv_heads, head_dim, slots; /* slots: a multiple of 4 V */
   float eps, scale;
-  int64_t bf16;
+  int64_t weights; /* FLOAT32, BFLOAT16 or INT8 */
   const float *norm_final;
   const float *cos, *sin; /* [positions][head_dim / 2] */
   const Layer *layer;
@@ -437,25 +560,25 @@ int64_t mars_queries(void) { return QUERIES; }
 int64_t mars_model_bytes(void) { return sizeof(Model) + sizeof(Layer); } /* to check both sides' structs */
 
 /* y[tokens][n] = x[tokens][k] W; scratch: as large as x. */
-void mars_linear(const Linear *w, int64_t bf16, const float *x, int64_t tokens, float *y, float *scratch,
+void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t tokens, float *y, float *scratch,
                  int64_t threads) {
   Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
   {
-    pack(x, w->k, tokens, 0, 0, scratch, &barrier);
-    linear(w, bf16, scratch, tokens, y, w->n, STORE, &barrier);
+    pack(x, w->k, tokens, (int)weights, 0, 0, scratch, &barrier);
+    linear(w, (int)weights, scratch, tokens, y, w->n, STORE, &barrier);
   }
 }
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
- * Scratch: normed [tokens][hidden]; qkv [tokens][(q + 2 kv) dim]; mixed [tokens][q dim];
- * mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
+ * Scratch: normed [tokens][hidden], int8: [tokens][hidden or intermediate / 2]; qkv [tokens][(q + 2 kv) dim];
+ * mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
  */
 void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
                   float *mlp, float *own, int64_t own_size, int64_t threads) {
   int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, kv_heads = model->kv_heads;
   int64_t heads = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
-  int bf16 = (int)model->bf16;
+  int weights = (int)model->weights;
   float *packed_mixed = qkv; /* read by then */
   Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
@@ -463,8 +586,8 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
     float *scratch = own + omp_get_thread_num() * own_size;
     for (int64_t l = 0; l < model->layers; l++) {
       const Layer *layer = &model->layer[l];
-      pack(x, hidden, tokens, layer->norm_attention, model->eps, normed, &barrier);
-      linear(&layer->qkv, bf16, normed, tokens, qkv, width, STORE, &barrier);
+      pack(x, hidden, tokens, weights, layer->norm_attention, model->eps, normed, &barrier);
+      linear(&layer->qkv, weights, normed, tokens, qkv, width, STORE, &barrier);
 #pragma omp for schedule(static) nowait
       for (int64_t t = 0; t < tokens; t++) store(model, layer, feed, t, qkv + t * width);
       meet(&barrier);
@@ -476,11 +599,13 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
                  heads - h < QUERIES ? heads - h : QUERIES, scratch, mixed);
       }
       meet(&barrier);
-      pack(mixed, model->q_heads * dim, tokens, 0, 0, packed_mixed, &barrier);
-      linear(&layer->out, bf16, packed_mixed, tokens, x, hidden, ADD, &barrier);
-      pack(x, hidden, tokens, layer->norm_mlp, model->eps, normed, &barrier);
-      linear(&layer->gate_up, bf16, normed, tokens, mlp, model->intermediate, SWIGLU, &barrier);
-      linear(&layer->down, bf16, mlp, tokens, x, hidden, ADD, &barrier);
+      pack(mixed, model->q_heads * dim, tokens, weights, 0, 0, packed_mixed, &barrier);
+      linear(&layer->out, weights, packed_mixed, tokens, x, hidden, ADD, &barrier);
+      pack(x, hidden, tokens, weights, layer->norm_mlp, model->eps, normed, &barrier);
+      linear(&layer->gate_up, weights, normed, tokens, mlp, model->intermediate, SWIGLU, &barrier);
+      float *packed_mlp = mlp;
+      if (weights == INT8) pack(mlp, model->intermediate, tokens, weights, 0, 0, packed_mlp = normed, &barrier);
+      linear(&layer->down, weights, packed_mlp, tokens, x, hidden, ADD, &barrier);
     }
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
