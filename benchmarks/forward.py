@@ -7,8 +7,8 @@
 One row with 300 tokens behind it; the layers alone, without the output matrix. Prints a table and writes
 OUTPUT.json and OUTPUT.png. Contestants run in turn; a figure is the median over turns. Further contestants:
 transformers' modules compiled by torch.compile, and those whose logits have the same bits in any company.
---batches adds tokens a second of whole answers, in one-token and in exact mode; --text how the contestants judge
-the responses of a JSON Lines file, against the first one.
+--batches adds tokens a second of whole answers, in one-token and in exact mode; --text how they all judge the
+responses of a JSON Lines file, against the first one.
 """
 
 from __future__ import annotations

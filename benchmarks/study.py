@@ -54,8 +54,8 @@ class Size:
     seeds: tuple[int, ...] = (0, 1, 2)
     hidden: int = 256
     layers: int = 7
-    base_steps: int = 300
-    base_chunks: int = 4
+    base_steps: int = 600
+    base_chunks: int = 2
     enough: float = 0.96
     steps: int = 150
     train: int = 48_000
