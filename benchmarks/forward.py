@@ -6,7 +6,8 @@
 
 One row with 300 tokens behind it; the layers alone, without the output matrix. Prints a table and writes
 OUTPUT.json and OUTPUT.png. Contestants run in turn; a figure is the median over turns. Further contestants:
-transformers' modules compiled by torch.compile, and those whose logits have the same bits in any company.
+transformers' modules compiled by torch.compile, those whose logits have the same bits in any company, and
+those whose weights torchao (if installed) has made int8, with or without what they are multiplied with.
 --batches adds tokens a second of whole answers, in one-token and in exact mode; --text how they all judge the
 responses of a JSON Lines file, against the first one.
 """
@@ -14,7 +15,9 @@ responses of a JSON Lines file, against the first one.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
+import importlib
 import statistics
 import sys
 from pathlib import Path
@@ -42,7 +45,10 @@ FORWARDS: dict[str, dict[str, Any]] = {
     "compile": {"kernels": "compile"},
     "invariant": {"kernels": "torch", "invariant": True},
     "compile, invariant": {"kernels": "compile", "invariant": True},
+    "torchao": {"kernels": "torch"},
+    "torchao, dynamic": {"kernels": "torch"},
 }
+TORCHAO = {"torchao": "Int8WeightOnlyConfig", "torchao, dynamic": "Int8DynamicActivationInt8WeightConfig"}
 QUESTION = (
     "Natalia sold {} clips in April and half as many in May. How many did she sell? Think step by step."
 )
@@ -52,6 +58,17 @@ def feed(behind: int, tokens: int) -> Feed:
     """`tokens` tokens of one row behind `behind` others."""
     place = np.arange(behind, behind + tokens)
     return Feed(np.zeros(1, np.int64), np.array([tokens]), place * 7 % 4096, place, place, place + 1, place)
+
+
+def by_torchao(model: Any, kind: str) -> Any:
+    """A copy of the model with torchao's int8 weights."""
+    try:
+        quantization = importlib.import_module("torchao.quantization")
+    except ImportError:
+        raise MarsError("torchao is not installed: pip install torchao.") from None
+    copied = copy.deepcopy(model)
+    quantization.quantize_(copied, getattr(quantization, TORCHAO[kind])())
+    return copied
 
 
 @torch.inference_mode()
@@ -176,8 +193,11 @@ def main() -> None:
             loaded[dtype] = checkpoints.load_default(dtype=dtype, device="cpu")
             for kind in args.forwards:
                 name = f"{kind}, {dtype}"
+                model = loaded[dtype].model
+                if kind in TORCHAO:
+                    model = by_torchao(model, kind)
                 forwards[name] = made = make_forward(
-                    loaded[dtype].model, 1, slots, int8=loaded[dtype].int8, **FORWARDS[kind]
+                    model, 1, slots, int8=loaded[dtype].int8, **FORWARDS[kind]
                 )
                 if isinstance(made, CompiledForward):
                     warm_up[name] = made.warm_up_seconds
