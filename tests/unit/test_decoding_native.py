@@ -250,6 +250,17 @@ def test_weights_changed_in_place_are_packed_anew():
         assert not torch.equal(after.hidden(Feed.of_one_row(ids)), before.hidden(Feed.of_one_row(ids)))
 
 
+class ForeignTensor(torch.Tensor):
+    """As libraries that quantise put in a weight's place: the shape of the weight, and not its memory."""
+
+
+def foreign_checkpoint():
+    made = native_checkpoint()
+    layer = made.model.base_model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(ForeignTensor))
+    return made
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "reason"),
     [
@@ -257,6 +268,7 @@ def test_weights_changed_in_place_are_packed_anew():
         (lambda: tiny_checkpoint("llama"), "heads' size"),
         (lambda: native_checkpoint(attention_bias=True), "biases"),
         (lambda: native_checkpoint(dtype=torch.float16), "float16"),
+        (lambda: foreign_checkpoint(), "quantised"),
     ],
 )
 def test_what_the_kernels_cannot_run_falls_back_or_is_refused_with_the_reason(checkpoint, reason, caplog):
