@@ -375,7 +375,7 @@ class NativeForward:
         linears = [
             m for m in model.base_model.layers.modules() if not list(m.children()) and hasattr(m, "weight")
         ]
-        # A library that quantises may leave the module and put a tensor of its own kind in the weight's place.
+        # A library that quantises may leave the module and put a tensor of its own kind in its place.
         if any(type(m) is not plain and m.weight.dim() > 1 for m in linears) or any(
             parameter.device.type == "meta" or type(parameter) is not torch.nn.Parameter
             for parameter in model.parameters()
