@@ -58,14 +58,20 @@ class Reply:
     events: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
 
-async def ask(port: int, body: dict[str, Any], *, leave_after: int | None = None) -> Reply:
-    """Stream one chat request over a connection of its own; `leave_after` so many events, close it."""
-    reply = Reply("broken")
+async def ask(
+    port: int, body: dict[str, Any], *, leave_after: int | None = None, into: Reply | None = None
+) -> Reply:
+    """Stream one chat request over a connection of its own; `leave_after` so many events, close it.
+
+    `into`: what the client has got so far, to be looked at meanwhile.
+    """
+    reply = into or Reply("broken")
     data = json.dumps({"model": MODEL, "stream": True, **body}).encode()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
-        return Reply("closed")
+        reply.outcome = "closed"
+        return reply
     try:
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -304,35 +310,55 @@ def soak(args: Any) -> dict[str, Any]:
     }
 
 
-def knob(args: Any) -> dict[str, Any]:
-    """Tau from 1.0 to 0.6 in the midst of steady streams."""
-    prompts = load_prompts(args.data, "gsm8k", 4, args.seed)
-    rows: dict[str, Any] = {}
-    with served(args, "--rows", 4, "--max-length", args.max_length, "--tau", "1.0") as server:
+def knob(args: Any, mode: str) -> dict[str, Any]:
+    """Tau from 1.0 to 0.6 in the midst of steady streams, several times over."""
+    prompts = load_prompts(args.data, "gsm8k", 4 * args.repeats, args.seed)
+    body = {"max_tokens": args.max_new_tokens, "ignore_eos": True}
+    failed, first_rise, before, after, near = 0, [], [], [], []
+    with served(args, "--rows", 4, "--max-length", args.max_length, "--tau", "1.0", f"--{mode}") as server:
 
-        async def run() -> tuple[list[Reply], float]:
-            body = {"max_tokens": args.max_new_tokens, "ignore_eos": True}
-            streams = [asyncio.create_task(ask(server.port, {**message(p), **body})) for p in prompts]
-            while server.metric("mars_tokens_total")[0] < args.max_new_tokens:  # a quarter of all
-                await asyncio.sleep(0.02)
+        async def run(prompts: list[str]) -> tuple[list[Reply], float]:
+            replies = [Reply("broken") for _ in prompts]
+            streams = [
+                asyncio.create_task(ask(server.port, {**message(prompt), **body}, into=reply))
+                for prompt, reply in zip(prompts, replies, strict=True)
+            ]
+            while any(len(reply.events) < args.max_new_tokens // 3 for reply in replies):
+                check(not any(stream.done() for stream in streams), "a stream ended before tau moved")
+                await asyncio.sleep(0.005)
             await asyncio.to_thread(server.turn, tau=0.6)
             moved = time.perf_counter()
-            return await asyncio.gather(*streams), moved
+            await asyncio.gather(*streams)
+            return replies, moved
 
-        replies, moved = asyncio.run(run())
-    waits = []
-    for reply in replies:
-        after = [tokens for at, tokens in reply.events if at > moved]
-        waits.append(next((n for n, tokens in enumerate(after, 1) if tokens > 1), None))
-    events = sorted(event for reply in replies for event in reply.events)
-    before = [e for e in events if e[0] <= moved]
-    after = [e for e in events if e[0] > moved]
-    rows["failed"] = sum(reply.outcome != "whole" for reply in replies)
-    rows["forwards until more than one token"] = waits
-    rows["tokens/s before"] = rate(before)
-    rows["tokens/s after"] = rate(after)
-    rows["events"] = [(at - moved, tokens) for at, tokens in events]
-    return rows
+        for turn in range(args.repeats):
+            server.turn(tau=1.0)
+            replies, moved = asyncio.run(run(prompts[4 * turn : 4 * turn + 4]))
+            failed += sum(reply.outcome != "whole" for reply in replies)
+            events = sorted(event for reply in replies for event in reply.events)
+            before.append(rate([e for e in events if e[0] <= moved]))
+            after.append(rate([e for e in events if e[0] > moved]))
+            # All four streams get tokens from every forward, until one has ended.
+            later = [[tokens for at, tokens in reply.events if at > moved] for reply in replies]
+            forwards = [sum(tokens) for tokens in zip(*later, strict=False)]
+            first_rise.append(next((n for n, tokens in enumerate(forwards, 1) if tokens > 4), None))
+            earlier = [[tokens for at, tokens in reply.events if at <= moved] for reply in replies]
+            shown = min(10, *(len(tokens) for tokens in earlier))
+            near.append(
+                {
+                    "before": [sum(tokens) for tokens in zip(*(t[-shown:] for t in earlier), strict=True)],
+                    "after": forwards[:10],
+                }
+            )
+    return {
+        "mode": mode,
+        "failed": failed,
+        "forwards until the four streams got more than four tokens": first_rise,
+        "tokens/s before": statistics.median(before),
+        "tokens/s after": statistics.median(after),
+        "after / before": ratio(after, before),
+        "tokens of the forwards around it": near,
+    }
 
 
 def rate(events: list[tuple[float, int]]) -> float:
@@ -350,7 +376,7 @@ def burst(args: Any) -> dict[str, Any]:
         ("without controller", ()),
         ("with controller", ("--tau-range", "0.6:1.0", "--target-queue", 8)),
     ):
-        rows = ("--rows", 4, "--max-length", args.max_length, "--tau", "1.0", "--queue", 256)
+        rows = ("--rows", 4, "--max-length", args.max_length, "--lossy", "--tau", "1.0", "--queue", 256)
         with served(args, *rows, *options) as server:
 
             async def run() -> tuple[list[Reply], list[tuple[float, ...]]]:
@@ -438,7 +464,11 @@ def check(condition: bool, what: str) -> None:
 
 
 def without_series(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("events", "samples")}
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in ("samples", "tokens of the forwards around it")
+    }
 
 
 def picture(path: Path, result: dict[str, Any]) -> None:
@@ -465,11 +495,17 @@ def picture(path: Path, result: dict[str, Any]) -> None:
         axis.set_xlabel("seconds")
     if result.get("burst"):
         axes[0].legend()
-    if events := result.get("knob", {}).get("events"):
-        axes[3].scatter([at for at, _ in events], [tokens for _, tokens in events], s=6)
-        axes[3].axvline(0.0, color="tab:red", linewidth=0.8)
-    axes[3].set_ylabel("tokens of a forward")
-    axes[3].set_xlabel("seconds after tau moved from 1.0 to 0.6")
+    for row, colour in zip(result.get("knob", ()), ("tab:blue", "tab:green"), strict=False):
+        for number, turn in enumerate(row["tokens of the forwards around it"]):
+            tokens = turn["before"] + turn["after"]
+            forwards = range(1 - len(turn["before"]), len(turn["after"]) + 1)
+            label = None if number else row["mode"]
+            axes[3].plot(forwards, tokens, "o-", markersize=3, color=colour, alpha=0.6, label=label)
+    if result.get("knob"):
+        axes[3].legend()
+    axes[3].axvline(0.5, color="tab:red", linewidth=0.8)
+    axes[3].set_ylabel("tokens of a forward, 4 streams")
+    axes[3].set_xlabel("forward, from tau's move from 1.0 to 0.6 on")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -504,8 +540,9 @@ def main() -> None:
             result["soak"] = soak(args)
             console.print(table([result["soak"]], f"{args.clients} clients, float32"))
         if "knob" in args.parts:
-            result["knob"] = knob(args)
-            console.print(table([without_series(result["knob"])], "tau from 1.0 to 0.6 under load"))
+            result["knob"] = [knob(args, mode) for mode in ("lossy", "exact")]
+            rows = [without_series(row) for row in result["knob"]]
+            console.print(table(rows, "tau from 1.0 to 0.6 under load"))
         if "burst" in args.parts:
             result["burst"] = burst(args)
             rows = [{"": name, **without_series(row)} for name, row in result["burst"].items()]
