@@ -4,7 +4,8 @@
 
 Needs an environment with vLLM and mars-lm (docs/vllm.md). Every contestant runs in a process of its own, one
 after the other, on the same prompts: GSM8K questions in the chat template, greedy, the same number of new
-tokens (`ignore_eos`), by the number of requests at once. Texts are compared with plain vLLM's.
+tokens (`ignore_eos`), by the number of requests at once. Texts are compared with plain vLLM's; where one
+parts from it in bfloat16, the gap of plain vLLM's two best logits there is shown (by a run that is not timed).
 
 Tokens per step are tokens of the answers over steps of the requests, the prefill's step counted, as in our
 own engine: every token that was not accepted from a draft or a mask is one step.
@@ -68,8 +69,9 @@ def vllm_contestant(job: dict[str, Any]) -> dict[str, Any]:
         counts = [m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_accepted_tokens"]
         return sum(counts)
 
+    params = SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
+
     def run(prompts: list[list[int]]) -> dict[str, Any]:
-        params = SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)
         before, start = accepted(), time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -82,7 +84,32 @@ def vllm_contestant(job: dict[str, Any]) -> dict[str, Any]:
             "steps": tokens - (accepted() - before),
         }
 
-    return rounds(job, run)
+    result = rounds(job, run)
+    if job.get("gaps"):
+        params.logprobs = 2
+        for requests in job["requests"]:
+            outputs = [
+                output.outputs[0]
+                for group in groups_of(job, requests)
+                for output in llm.generate([{"prompt_token_ids": p} for p in group], params, use_tqdm=False)
+            ]
+            result["rows"][str(requests)]["gaps"] = [
+                {"answer": list(output.token_ids), "gaps": [_gap(place) for place in output.logprobs]}
+                for output in outputs
+            ]
+    return result
+
+
+def _gap(place: dict[int, Any]) -> float:
+    """Between the two best of a place: a difference of log-probabilities is that of the logits."""
+    first, second = sorted((said.logprob for said in place.values()), reverse=True)[:2]
+    return float(first - second)
+
+
+def groups_of(job: dict[str, Any], requests: int) -> list[list[list[int]]]:
+    """The prompts that run at once: at one request, one after the other."""
+    count = max(requests, job["at_one"])
+    return [job["prompts"][i : i + requests] for i in range(0, count, requests)]
 
 
 def own_contestant(job: dict[str, Any]) -> dict[str, Any]:
@@ -113,13 +140,11 @@ def own_contestant(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounds(job: dict[str, Any], run: Any) -> dict[str, Any]:
-    """A warm-up, then for each number of requests its prompts: at one request, one after the other."""
+    """A warm-up, then for each number of requests its prompts."""
     run(job["prompts"][:1])
     result: dict[str, Any] = {"rows": {}}
     for requests in job["requests"]:
-        count = max(requests, job["at_one"])
-        groups = [job["prompts"][i : i + requests] for i in range(0, count, requests)]
-        done = [run(group) for group in groups]
+        done = [run(group) for group in groups_of(job, requests)]
         seconds, tokens, steps = (sum(d[key] for d in done) for key in ("seconds", "tokens", "steps"))
         result["rows"][str(requests)] = {
             "tokens_per_second": tokens / seconds,
@@ -187,11 +212,23 @@ def picture(path: Path, result: dict[str, Any], requests: list[int]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def equality(first: list[list[int]], other: list[list[int]]) -> dict[str, Any]:
-    """How many answers are the same, and where the first of the others part."""
-    places = (parting(a, b) for a, b in zip(first, other, strict=True))
-    parted = [place for place in places if place is not None]
-    return {"answers": len(first), "equal": len(first) - len(parted), "part_at": sorted(parted)}
+def equality(
+    first: list[list[int]], other: list[list[int]], gaps: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """How many answers are the same; where the others part, and the gap of plain vLLM's two best logits.
+
+    A gap is None where plain vLLM itself said something else before in the run that looked at its logits.
+    """
+    parted = []
+    for number, (a, b) in enumerate(zip(first, other, strict=True)):
+        place = parting(a, b)
+        if place is None:
+            continue
+        gap = None
+        if gaps is not None and gaps[number]["answer"][:place] == a[:place]:
+            gap = gaps[number]["gaps"][place]
+        parted.append({"answer": number, "place": place, "gap": gap})
+    return {"answers": len(first), "equal": len(first) - len(parted), "parted": parted}
 
 
 def main() -> None:
@@ -247,7 +284,7 @@ def main() -> None:
     names = [name for name in args.contestants if name != FIRST]
     first = in_own_process(FIRST, job)["rows"]
     rows = {name: in_own_process(name, {**job, **CONTESTANTS[name]})["rows"] for name in names}
-    again = in_own_process(FIRST, job)["rows"] if names else first
+    again = in_own_process(FIRST, {**job, "gaps": args.dtype != "float32"})["rows"] if names else first
     for count in map(str, args.requests):
         speeds = [run[count]["tokens_per_second"] for run in (first, again)]
         first[count]["tokens_per_second"] = sum(speeds) / 2
@@ -259,13 +296,17 @@ def main() -> None:
             row[count]["ratio"] = row[count]["tokens_per_second"] / first[count]["tokens_per_second"]
             if name != FIRST and "lossy" not in name:
                 key = f"{name}, {count} at once"
-                equal[key] = equality(first[count]["answers"], row[count]["answers"])
+                equal[key] = equality(
+                    first[count]["answers"], row[count]["answers"], again[count].get("gaps")
+                )
     for row in rows.values():
         for count in map(str, args.requests):
             del row[count]["answers"]
     table(rows, args.requests)
     for key, found in equal.items():
         print(f"{key}: {found['equal']} of {found['answers']} answers equal to plain vLLM's")
+        for place in found["parted"]:
+            print(f"  answer {place['answer']} parts at token {place['place']}; gap {place['gap']}")
     settings = {key: value for key, value in job.items() if key not in ("prompts", "model")}
     write(
         args.output.with_suffix(".json"), {"settings": settings, "rows": rows, "equal": equal}, seed=args.seed
