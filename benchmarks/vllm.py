@@ -5,7 +5,7 @@
 Needs an environment with vLLM and mars-lm (docs/vllm.md). Every contestant runs in a process of its own, one
 after the other, on the same prompts: GSM8K questions in the chat template, greedy, the same number of new
 tokens (`ignore_eos`), by the number of requests at once. Texts are compared with plain vLLM's; where one
-parts from it in bfloat16, the gap of plain vLLM's two best logits there is shown (by a run that is not timed).
+parts from it in bfloat16, the gap of plain vLLM's two best logits there is shown (from a run without clock).
 
 Tokens per step are tokens of the answers over steps of the requests, the prefill's step counted, as in our
 own engine: every token that was not accepted from a draft or a mask is one step.
