@@ -5,7 +5,8 @@
     python benchmarks/study.py scratch --smoke --output runs/smoke     # a few steps of everything
 
 scratch: a model of 5 million parameters on sums with written-out steps, three seeds; at most 3 hours on two
-cores. real: SmolLM2-135M-Instruct on sft/math.jsonl, one seed, as many steps as --steps says.
+cores. real: SmolLM2-135M-Instruct on sft/math.jsonl, one seed, as many steps as --steps says, asked as many
+problems as --test says.
 
 Prints the tables and what they say about each of the paper's claims; writes RESULTS.json, .md and .png. Every
 training and every evaluation is a job that leaves a mark when it is done: the same command goes on where it
@@ -545,6 +546,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="path without its ending; default: OUTPUT/study")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="rows of the real part")
     parser.add_argument("--steps", type=int, help="of AR SFT and of each row after it")
+    parser.add_argument("--test", type=int, help="problems that each row is asked")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="jobs at a time, a thread each"
     )
@@ -559,8 +561,8 @@ def main() -> None:
             {**SMOKE, "hidden": 32, "layers": 1} if args.part == "scratch" else {**SMOKE, "base_chunks": 0}
         )
         size = dataclasses.replace(size, **small)  # type: ignore[arg-type]
-    if args.steps:
-        size = dataclasses.replace(size, steps=args.steps)
+    named = {"steps": args.steps, "test": args.test}
+    size = dataclasses.replace(size, **{name: value for name, value in named.items() if value})
     study = Study(args.part, size, args.output, args.data)
     if args.part == "real" and not (args.data / "sft" / "math.jsonl").is_file():
         sys.exit(f"{args.data}/sft/math.jsonl is not there: give --data a folder that has it.")
