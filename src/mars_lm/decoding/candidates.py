@@ -91,8 +91,7 @@ class Wishes:
         """
         raw = logits
         logits = self._adjusted(raw, rows, position, tokens, prompt)
-        best, finite = greedy(logits)
-        candidates = best.cpu().numpy()
+        candidates, finite = greedy(logits)
         if logits is not raw and not finite.all():
             lost = np.flatnonzero(~finite)
             lost = lost[greedy(raw[torch.from_numpy(lost).to(raw.device)])[1]]

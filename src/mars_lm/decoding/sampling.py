@@ -35,17 +35,23 @@ class Sampling:
     position: np.ndarray  # int64, of the token that is drawn
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, np.ndarray]:
+def greedy(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The most probable token of each position.
 
     Args:
         logits: float32 [M, V].
     Returns:
-        candidates: int64 [M], on the logits' device; finite: bool [M] (numpy), False where the logits hold
-        NaN or nothing but infinities, so that no candidate means anything.
+        candidates: int64 [M]; finite: bool [M], False where the logits hold NaN or nothing but infinities, so
+        that no candidate means anything.
     """
-    best = logits.max(dim=-1)  # max lets a NaN through, so its value also tells a broken row
-    return best.indices, np.isfinite(best.values.cpu().numpy())
+    # Either maximum lets a NaN through, so its value also tells a broken row.
+    if logits.device.type == "cpu":
+        # numpy's takes a tenth of torch's time, and wakes no threads, which wait where others use the cores.
+        values = logits.numpy()
+        best = values.argmax(axis=-1)
+        return best, np.isfinite(values[np.arange(len(values)), best])
+    found = logits.max(dim=-1)
+    return found.indices.cpu().numpy(), np.isfinite(found.values.cpu().numpy())
 
 
 def sample(logits: Tensor, how: Sampling) -> Tensor:

@@ -192,7 +192,7 @@ class Decoder:
         if together:  # a row's logits are behind each other: one product, of which both stages take theirs
             every = self._logits(hidden, last - j, runs)
             shift = np.cumsum(runs) - runs - (last - j)
-            first = every[torch.from_numpy(spans(last - j + shift, j + 1)).to(every.device)]
+            first = _runs(every, last - j + shift, j + 1)
         else:
             first = self._logits(hidden, last - j, j + 1)
         candidates, finite = self._behind_draft(state, rows, j, first)
@@ -204,10 +204,7 @@ class Decoder:
         which = np.arange(len(rows))
         size = groups[which, agreed]
         begin = last + 1 + (np.cumsum(groups, axis=1) - groups)[which, agreed]
-        if together:
-            logits = every[torch.from_numpy(spans(begin + shift, size)).to(every.device)]
-        else:
-            logits = self._logits(hidden, begin, size)
+        logits = _runs(every, begin + shift, size) if together else self._logits(hidden, begin, size)
         guesses, finite = self._guesses(state, rows, agreed, candidates, size, logits)
         broken |= ~np.logical_and.reduce(finite, axis=1)
         real = np.arange(guesses.shape[1]) < size[:, None]
@@ -335,6 +332,13 @@ def spans(begin: Ints, size: Ints) -> Ints:
     """int64 [sum of size]: begin_r, begin_r + 1, … of each row, one row behind the other."""
     column = np.arange(int(size.max(initial=0)))
     return (begin[:, None] + column)[column < size[:, None]]
+
+
+def _runs(logits: Tensor, begin: Ints, size: Ints) -> Tensor:
+    """Rows begin_r .. begin_r + size_r of the logits, one run behind the other; a lone run is not copied."""
+    if len(begin) == 1:
+        return logits[int(begin[0]) : int(begin[0] + size[0])]
+    return logits[torch.from_numpy(spans(begin, size)).to(logits.device)]
 
 
 def _ragged(tokens: Ints, rows: Ints, begin: Ints, width: int) -> Ints:
