@@ -308,7 +308,8 @@ class Study:
             {
                 "one-token": {"tau": 1.0},
                 "lossy": {"tau": TAU, "exact": False},
-                "exact": {"exact": True},
+                # All masks: how many tokens a forward can give, not how many pay on this machine.
+                "exact": {"exact": True, "adaptive": False},
             }.get(mode, {}),
         )
         if mode.startswith("block-diffusion-"):

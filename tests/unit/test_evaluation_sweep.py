@@ -95,6 +95,9 @@ def test_the_grid() -> None:
     assert "lossy-probability-0.9-B2" in names
     assert sweeps.grid(tiny_checkpoint(mars=False)) == [sweeps.Cell("one-token")]
     assert [c.name for c in sweeps.grid(checkpoint, modes=["jacobi"], block_sizes=[4])][1:] == ["jacobi-B4"]
+    wide = sweeps.grid(checkpoint, taus=[0.9], adaptive=False)
+    assert [c.name for c in wide] == ["one-token", "exact-probability-0.9-all-masks", "lossy-probability-0.9"]
+    assert [c.settings(checkpoint).adaptive for c in wide] == [True, False, True]
     with pytest.raises(MarsError, match="above the 4"):
         sweeps.grid(checkpoint, block_sizes=[8])
     with pytest.raises(MarsError, match="rule is 'magic'"):

@@ -106,6 +106,7 @@ def evaluate(
     tau: options.Tau = None,
     rule: options.DraftRule = None,
     block_size: options.BlockSize = None,
+    adaptive: options.Adaptive = None,
     decoder: Annotated[
         str,
         typer.Option(
@@ -126,7 +127,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on benchmarks, with tokens per forward and tokens per second beside each score."""
     check_extra()
-    named = options.asked(exact=exact, tau=tau, rule=rule, block_size=block_size)
+    named = options.asked(exact=exact, tau=tau, rule=rule, block_size=block_size, adaptive=adaptive)
     wanted = evaluation_options(
         data, limit, batch_size, chat_template, num_fewshot, max_new_tokens, run_generated_code
     )

@@ -61,6 +61,7 @@ def sweep(
             rich_help_panel=_GRID,
         ),
     ] = "exact,lossy",
+    adaptive: options.Adaptive = None,
     draft: common.Draft = None,
     heads: common.Heads = None,
     tasks: common.Tasks = "paper",
@@ -111,7 +112,12 @@ def sweep(
     result = sweeps.sweep(
         contestants,
         lambda checkpoint: sweeps.grid(
-            checkpoint, taus=tau, block_sizes=block_size, rules=split(rules), modes=split(modes)
+            checkpoint,
+            taus=tau,
+            block_sizes=block_size,
+            rules=split(rules),
+            modes=split(modes),
+            adaptive=adaptive,
         ),
         names,
         wanted,

@@ -45,7 +45,7 @@ class MarsLM(TemplateLM):
         decode: how texts are made; None is the engine.
         settings: how they are decoded, in place of the fields below.
         journal: a file that keeps every finished answer, so that a run that was killed goes on.
-        **decoding: fields of `DecodingSettings`: tau, rule, block_size, exact, recovery.
+        **decoding: fields of `DecodingSettings`: tau, rule, block_size, exact, recovery, adaptive.
     Attributes:
         checkpoint: the checkpoint.
         settings: what every request is decoded with; the task adds its budget and its stop strings.

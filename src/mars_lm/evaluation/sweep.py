@@ -35,12 +35,14 @@ class Cell:
         mode: one-token, exact, lossy, or a baseline decoder's name.
         rule, tau: None where the mode has none.
         block_size: None is the trained B.
+        adaptive: of exact mode; None is the library's default.
     """
 
     mode: str
     rule: str | None = None
     tau: float | None = None
     block_size: int | None = None
+    adaptive: bool | None = None
 
     @property
     def name(self) -> str:
@@ -50,6 +52,8 @@ class Cell:
             parts += [self.rule, f"{self.tau:g}"]
         if self.block_size is not None:
             parts.append(f"B{self.block_size}")
+        if self.adaptive is not None:
+            parts.append("adaptive" if self.adaptive else "all-masks")
         return "-".join(parts)
 
     @property
@@ -62,7 +66,7 @@ class Cell:
             return DecodingSettings(tau=1.0)
         named: dict[str, Any] = {"rule": self.rule, "tau": self.tau, "block_size": self.block_size}
         if self.decoder == "mars":
-            named["exact"] = self.mode == "exact"
+            named |= {"exact": self.mode == "exact", "adaptive": self.adaptive}
         return settings_for(checkpoint, named, decoder=self.decoder)
 
 
@@ -73,6 +77,7 @@ def grid(
     block_sizes: Sequence[int] | None = None,
     rules: Sequence[str] = ("probability",),
     modes: Sequence[str] = ("exact", "lossy"),
+    adaptive: bool | None = None,
 ) -> list[Cell]:
     """All cells for a checkpoint, one-token mode first; a model without MARS settings has that one alone.
 
@@ -82,6 +87,7 @@ def grid(
         block_sizes: None: the trained B.
         rules: of probability, margin, entropy.
         modes: of exact, lossy, and the baselines' names.
+        adaptive: of exact mode's cells.
     Raises:
         MarsError: a value that no decoding takes, or a B above the trained one.
     """
@@ -105,7 +111,8 @@ def grid(
                     # One-token mode is there already; block diffusion at tau 1 is another thing.
                     if drafts and rule == "probability" and tau >= 1:
                         continue
-                    cells.append(Cell(mode, rule, float(tau), size))
+                    wide = adaptive if mode == "exact" else None
+                    cells.append(Cell(mode, rule, float(tau), size, wide))
     return list(dict.fromkeys(cells))
 
 
