@@ -319,7 +319,7 @@ def test_the_command_prints_writes_and_draws_every_part(data, tmp_path, monkeypa
     )
     written = json.loads((tmp_path / "out.json").read_text())
     assert set(benchmark.PARTS) < set(written)
-    assert (written["dtype"], written["kernels"]) == ("torch.float32", "native")
+    assert (written["dtype"], written["kernels"]) == ("float32", "native")
     # A float32 model on one machine: exact mode is one-token mode, whatever runs it.
     assert written["equal"]["equal"] == 2
     assert [row["parted"] for row in written["divergence"]] == [0, 0]

@@ -65,9 +65,18 @@ class TestTypesAndDevices:
         assert rounded.dtype == torch.float32
         assert torch.equal(exact, rounded)
 
-    @pytest.mark.parametrize("dtype", ["float64", "fp16", "", "int8"])
+    @pytest.mark.parametrize("dtype", ["float64", "fp16", "", "int4"])
     def test_unknown_type(self, dtype: str, saved: Path) -> None:
         assert "expected one of auto, float32, bfloat16, float16" in sentence(saved, dtype=dtype)
+
+    def test_eight_bits(self, saved: Path) -> None:
+        whole, rounded = load(saved, dtype="float32"), load(saved, dtype="int8")
+        assert (whole.dtype, rounded.dtype) == ("float32", "int8")
+        weights = [c.model.base_model.layers[0].mlp.up_proj.weight.detach() for c in (whole, rounded)]
+        assert 0 < float((weights[0] - weights[1]).abs().max()) <= float(weights[0].abs().max()) / 250
+        assert rounded.model.dtype == torch.float32
+        with pytest.raises(MarsError, match="runs on a CPU"):
+            checkpoints._dtype("int8", torch.device("cuda", 0))
 
     def test_unknown_device(self, saved: Path) -> None:
         assert "expected such as cpu" in sentence(saved, device="gpu")

@@ -192,6 +192,7 @@ class _Loaded:
     model: Any
     mars: MarsSettings | None
     tokenizer: Any = dataclasses.field(default_factory=lambda: _NoText())
+    int8: bool = False
 
 
 class _NoText:
