@@ -139,17 +139,16 @@ def claims(study: Study, found: Found, tau: float) -> list[dict[str, str]]:
             ("with", "without"),
         )
     )
-    for b in study.size.block_sizes:
-        name = f"mars-{b}"
-        one, lossy = values(name), values(name, "lossy")
-        if one and lossy:
+    for row in study.rows:
+        one, lossy = values(row.name), values(row.name, "lossy")
+        if row.recipe in ("mars", "mars-window") and one and lossy:
             change = sum(lossy) / len(lossy) - sum(one) / len(one)
-            kept = found[name]["lossy"].values()
+            kept = found[row.name]["lossy"].values()
             rate = sum(k["speed"]["tokens"] for k in kept) / sum(k["speed"]["forwards"] for k in kept)
             verdict = "supported" if rate > 1.2 and change > -3 else "contradicted"
             out.append(
                 {
-                    "claim": f"tau {tau} gives more tokens per forward for one or two points (B={b})",
+                    "claim": f"tau {tau} gives more tokens per forward for one or two points ({row.title})",
                     "verdict": verdict,
                     "figures": f"{rate:.2f} tokens per forward, {change:+.1f} points",
                 }
