@@ -177,7 +177,7 @@ def picture(study: Study, found: Found, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(8, 5))
+    figure, axis = plt.subplots(figsize=(10, 5))
     marks = {"one-token": "o", "lossy": "s", "exact": "^"}
     for number, row in enumerate(study.rows):
         for mode, kept in found.get(row.name, {}).items():
@@ -196,7 +196,8 @@ def picture(study: Study, found: Found, path: Path) -> None:
             )
     axis.set_xlabel("tokens per forward")
     axis.set_ylabel("accuracy, %")
-    axis.legend(fontsize=5, ncols=2)
+    axis.set_ylim(-2, 104)
+    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=140)
     plt.close(figure)

@@ -474,5 +474,8 @@ def _json(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str]
     return Response(_dumps(data), status, headers, media_type="application/json")
 
 
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def _dumps(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _encoder.encode(data).encode()

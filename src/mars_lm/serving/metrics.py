@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -74,18 +75,24 @@ class Metrics:
         self.controller_load = gauge("controller_load", "The smoothed load that the controller sees.")
         self.controller_position = gauge("controller_position", "0: tau at its careful bound, 1: fast.")
 
-    def forward(self, tokens: int, seconds: float, *, first: bool) -> None:
-        """Count what one forward gave one request, `seconds` after the one before (or its arrival)."""
-        self.forwards.inc()
-        if not tokens:
-            return
-        self.tokens.inc(tokens)
-        self.accepted.observe(tokens)
-        if first:
-            self.first_token.observe(seconds)
-        else:
-            for _ in range(tokens):
-                self.between_tokens.observe(seconds / tokens)
+    def forward(self, given: Sequence[tuple[int, float, bool]]) -> None:
+        """Count one forward of the whole batch.
+
+        Args:
+            given: for each request its tokens, the seconds since its tokens before (or its arrival), and
+                whether these are its first.
+        """
+        self.steps.inc()
+        self.forwards.inc(len(given))
+        self.tokens.inc(sum(tokens for tokens, _, _ in given))
+        for tokens, seconds, first in given:
+            if tokens:
+                self.accepted.observe(tokens)
+            if tokens and first:
+                self.first_token.observe(seconds)
+            else:
+                for _ in range(tokens):
+                    self.between_tokens.observe(seconds / tokens)
 
     def scrape(self, runner: Runner, knob: Knob) -> bytes:
         """All of them, in Prometheus's text format."""

@@ -76,7 +76,7 @@ class Generation:
         self.answers = [_Answer(self, index, job) for index, job in enumerate(jobs)]
         self.unfinished = len(jobs)
         self.added: asyncio.Future[None] = runner.loop.create_future()
-        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         self._failed = False
         self._timer = runner.loop.call_later(runner.seconds, lambda: self.fail(out_of_time(runner.seconds)))
 
@@ -89,18 +89,32 @@ class Generation:
             ApiError: time is over, the server ends, or the engine failed.
             ClientLeftError: `leave` was called.
         """
-        open_answers = len(self.answers)
-        while open_answers:
-            try:
-                async with asyncio.timeout(silence if self._pieces.empty() else None):
-                    piece = await self._pieces.get()
-            except TimeoutError:
-                yield None
-                continue
-            if isinstance(piece, Exception):
-                raise piece
-            open_answers -= piece.result is not None
-            yield piece
+        open_answers, loop = len(self.answers), self._runner.loop
+        heard = loop.time()
+        watch: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            """One timer for the whole stream: setting one for each piece would cost as much as sending it."""
+            nonlocal heard, watch
+            assert silence is not None
+            if loop.time() >= heard + silence:
+                heard = loop.time()
+                self._pieces.put_nowait(None)
+            watch = loop.call_at(heard + silence, look)
+
+        if silence is not None:
+            watch = loop.call_at(heard + silence, look)
+        try:
+            while open_answers:
+                piece = await self._pieces.get()
+                heard = loop.time()
+                if isinstance(piece, Exception):
+                    raise piece
+                open_answers -= piece is not None and piece.result is not None
+                yield piece
+        finally:
+            if watch is not None:
+                watch.cancel()
 
     def leave(self) -> None:
         """The client has gone: free the rows at the next forward."""
@@ -367,8 +381,7 @@ class Runner:
 
     def _hand_out(self, outputs: list[StepOutput]) -> None:
         now = time.perf_counter()
-        self.metrics.steps.inc()
-        pieces = []
+        pieces, given = [], []
         for output in outputs:
             answer = self._answers[output.request_id]
             tokens = len(output.new_token_ids)
@@ -377,11 +390,11 @@ class Runner:
                 del self._answers[output.request_id]
                 result = self.engine.result(output.request_id)
                 self._count(result)
-            self.metrics.forward(
-                tokens, now - (answer.last_token or answer.generation.submitted), first=not answer.last_token
-            )
+            waited = now - (answer.last_token or answer.generation.submitted)
+            given.append((tokens, waited, not answer.last_token))
             answer.last_token = now
             pieces.append((answer.generation, Piece(answer.index, output, result)))
+        self.metrics.forward(given)
         self._post(self._deliver, pieces)
 
     def _count(self, result: GenerationResult | None) -> None:
