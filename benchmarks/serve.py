@@ -372,11 +372,14 @@ def burst(args: Any) -> dict[str, Any]:
     """Quiet, then many requests at once, then quiet: tau, queue and tokens per second over time."""
     prompts = load_prompts(args.data, "gsm8k", 64, args.seed)
     results: dict[str, Any] = {}
+    controller = ("--tau-range", "0.6:1.0", "--target-queue", 8)
     for name, options in (
-        ("without controller", ()),
-        ("with controller", ("--tau-range", "0.6:1.0", "--target-queue", 8)),
+        ("exact, without controller", ("--exact",)),
+        ("exact, with controller", ("--exact", *controller)),
+        ("lossy, without controller", ("--lossy",)),
+        ("lossy, with controller", ("--lossy", *controller)),
     ):
-        rows = ("--rows", 4, "--max-length", args.max_length, "--lossy", "--tau", "1.0", "--queue", 256)
+        rows = ("--rows", 4, "--max-length", args.max_length, "--tau", "1.0", "--queue", 256)
         with served(args, *rows, *options) as server:
 
             async def run() -> tuple[list[Reply], list[tuple[float, ...]]]:
@@ -479,17 +482,17 @@ def picture(path: Path, result: dict[str, Any]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(4, 1, figsize=(9, 11))
-    for name, colour in (("without controller", "tab:grey"), ("with controller", "tab:orange")):
-        if name not in result.get("burst", {}):
-            continue
-        samples = result["burst"][name]["samples"]
+    for name, row in result.get("burst", {}).items():
+        colour = "tab:grey" if "without" in name else "tab:orange" if "lossy" in name else "tab:green"
+        samples = row["samples"]
         at = [sample[0] for sample in samples]
-        axes[0].plot(at, [sample[1] for sample in samples], color=colour, label=name)
-        axes[1].plot(at, [sample[2] for sample in samples], color=colour)
+        style = "--" if "lossy" in name else "-"
+        axes[0].plot(at, [sample[1] for sample in samples], style, color=colour, label=name)
+        axes[1].plot(at, [sample[2] for sample in samples], style, color=colour)
         rates = [
             (b[4] - a[4]) / (b[0] - a[0]) for a, b in zip(samples, samples[4:], strict=False)
         ]  # over about a second
-        axes[2].plot(at[4:], rates, color=colour)
+        axes[2].plot(at[4:], rates, style, color=colour)
     for axis, label in zip(axes, ("default tau", "queue", "tokens per second"), strict=False):
         axis.set_ylabel(label)
         axis.set_xlabel("seconds")
