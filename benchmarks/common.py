@@ -6,7 +6,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,6 +68,12 @@ def parting(first: Sequence[int], other: Sequence[int]) -> int | None:
         return None
     pairs = enumerate(zip(first, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(first), len(other)))
+
+
+def gap(logprobs: Iterable[float]) -> float:
+    """Between the two best of a place: a difference of log-probabilities is that of the logits."""
+    first, second = sorted(logprobs, reverse=True)[:2]
+    return float(first - second)
 
 
 def table(rows: Sequence[dict[str, Any]], title: str | None = None, digits: int = 2) -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common import decode, parting
+from common import decode, gap, parting
 from decode_part import Bench, Panel, Part, Row
 from mars_lm import checkpoint as checkpoints
 from mars_lm.decoding import generate
@@ -143,7 +143,7 @@ def compare(one: Sequence[GenerationResult], exact: Sequence[GenerationResult]) 
         "tokens": sum(len(result.token_ids) for result in one),
         "parted": len(places),
         "largest_gap": max(gaps) if gaps and None not in gaps else None,
-        "median_gap": statistics.median(gap(said.top) for result in one for said in result.logprobs or ()),
+        "median_gap": statistics.median(gap_of(said.top) for result in one for said in result.logprobs or ()),
         "places": places,
     }
 
@@ -154,10 +154,9 @@ def _at(place: int, one: GenerationResult, exact: GenerationResult) -> Row:
         return {"gap": None, "rank": None}
     best = [token for token, _ in said[place].top]
     token = exact.token_ids[place]
-    return {"gap": gap(said[place].top), "rank": best.index(token) + 1 if token in best else None}
+    return {"gap": gap_of(said[place].top), "rank": best.index(token) + 1 if token in best else None}
 
 
-def gap(top: list[tuple[int, float]]) -> float:
-    """Between the two best: a difference of log-probabilities is that of the logits."""
-    (_, first), (_, second) = top[:2]
-    return first - second
+def gap_of(top: list[tuple[int, float]]) -> float:
+    """Between the two best of the tokens with their log-probabilities."""
+    return gap(logprob for _, logprob in top)

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import decode, load_prompts, parting, totals, write
+from common import decode, gap, load_prompts, parting, totals, write
 from mars_lm.settings import decoding_settings
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -94,16 +94,13 @@ def vllm_contestant(job: dict[str, Any]) -> dict[str, Any]:
                 for output in llm.generate([{"prompt_token_ids": p} for p in group], params, use_tqdm=False)
             ]
             result["rows"][str(requests)]["gaps"] = [
-                {"answer": list(output.token_ids), "gaps": [_gap(place) for place in output.logprobs]}
+                {
+                    "answer": list(output.token_ids),
+                    "gaps": [gap(said.logprob for said in place.values()) for place in output.logprobs],
+                }
                 for output in outputs
             ]
     return result
-
-
-def _gap(place: dict[int, Any]) -> float:
-    """Between the two best of a place: a difference of log-probabilities is that of the logits."""
-    first, second = sorted((said.logprob for said in place.values()), reverse=True)[:2]
-    return float(first - second)
 
 
 def groups_of(job: dict[str, Any], requests: int) -> list[list[list[int]]]:
@@ -224,10 +221,9 @@ def equality(
         place = parting(a, b)
         if place is None:
             continue
-        gap = None
-        if gaps is not None and gaps[number]["answer"][:place] == a[:place]:
-            gap = gaps[number]["gaps"][place]
-        parted.append({"answer": number, "place": place, "gap": gap})
+        known = gaps is not None and gaps[number]["answer"][:place] == a[:place]
+        tie = gaps[number]["gaps"][place] if gaps is not None and known else None
+        parted.append({"answer": number, "place": place, "gap": tie})
     return {"answers": len(first), "equal": len(first) - len(parted), "parted": parted}
 
 

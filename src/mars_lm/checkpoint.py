@@ -78,7 +78,7 @@ class Checkpoint:
     @property
     def dtype(self) -> str:
         """What an engine computes with: int8, float32, bfloat16 or float16."""
-        return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
+        return INT8 if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
 
 def load(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from live_server import RunningServer, running_server
 
+from mars_lm.serving import app
 from mars_lm.serving.keys import Keys
 from mars_lm.serving.requests import Limits
 
@@ -156,6 +157,23 @@ def test_a_value_that_is_wrong(server, changes):
 def test_a_prompt_that_is_wrong(server, prompt):
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
     check_refused(*post(server, body, "/v1/completions")[:2])
+
+
+def test_a_stream_that_waits_says_so_and_a_lively_one_does_not(monkeypatch) -> None:
+    """A proxy between must not take it as dead; a comment is no event to a client."""
+    monkeypatch.setattr(app, "SILENCE_SECONDS", 0.1)
+    for pause, waits in ((0.5, True), (0.0, False)):
+        with running_server(pause=pause) as server, connected(server) as bare:
+            body = json.dumps({**CHAT, "stream": True, "max_tokens": 3, "ignore_eos": True}).encode()
+            bare.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            text = read_all(bare)
+            assert b"data: [DONE]" in text
+            comments, events = text.count(b": waiting\n\n"), text.count(b"data: {")
+            assert events >= 2
+            assert (2 <= comments <= 5 * events) if waits else not comments
 
 
 def test_a_browser_at_the_root_is_told_how_to_get_a_page(server: RunningServer) -> None:

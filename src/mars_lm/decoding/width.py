@@ -143,12 +143,12 @@ class AdaptiveWidth:
         others = np.flatnonzero(masks > masks[best] if self._wider else masks < masks[best])
         other = int(others[0 if self._wider else -1]) if len(others) else best
         price = max(float(promise[best] - promise[other]), 16 * REGRET)
-        if other == best or price > DEAR:
-            self._wider = not self._wider
-            return best
-        if self._allowance < price:
-            return best
+        worth_seeing = other != best and price <= DEAR
+        if worth_seeing and self._allowance < price:
+            return best  # not yet
         self._wider = not self._wider
+        if not worth_seeing:
+            return best
         self._allowance -= price
         return other
 

@@ -99,7 +99,8 @@ class Generation:
             assert silence is not None
             if loop.time() >= heard + silence:
                 heard = loop.time()
-                self._pieces.put_nowait(None)
+                if self._pieces.empty():  # else there is something, which a slow client has not taken yet
+                    self._pieces.put_nowait(None)
             watch = loop.call_at(heard + silence, look)
 
         if silence is not None:
