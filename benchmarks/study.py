@@ -204,13 +204,13 @@ class Study:
             source = self.output / "data" / "arithmetic" / "train.jsonl"
         else:
             source = self.rows_folder / "sft" / "math.jsonl"
-        lines = source.read_text(encoding="utf-8").splitlines()
+        lines = source.read_bytes().splitlines()  # bytes: a text's lines would also end at U+2028 in a string
         random.Random(0).shuffle(lines)
         # A training of few steps need not tokenize all rows.
         few = lines[: max(40 * self.size.steps, 64)] if self.part == "scratch" else lines[: self.size.train]
         target = self.output / "data" / "few.jsonl"
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text("\n".join(few) + "\n", encoding="utf-8")
+        target.write_bytes(b"\n".join(few) + b"\n")
         return {"rows": len(lines), "few": len(few)}
 
     def train_base(self, seed: int) -> dict[str, Any]:

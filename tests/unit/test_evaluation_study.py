@@ -109,6 +109,19 @@ def test_finished_jobs_are_not_run_again(tmp_path: Path, monkeypatch) -> None:
     assert ran == ["mars-4"]
 
 
+def test_the_real_part_keeps_every_row_whole(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1\u20282\u0085", "response": str(i)} for i in range(5)
+    ]  # JSON may hold line separators
+    source = tmp_path / "rows" / "sft" / "math.jsonl"
+    source.parent.mkdir(parents=True)
+    source.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    study = studies.Study("real", studies.SIZES["real"], tmp_path / "out", tmp_path / "rows")
+    assert study.make_data() == {"rows": 5, "few": 5}
+    written = (tmp_path / "out" / "data" / "few.jsonl").read_bytes().splitlines()
+    assert sorted(map(json.loads, written), key=lambda row: row["response"]) == rows
+
+
 def test_a_folder_holds_one_study(tmp_path: Path) -> None:
     size = studies.SIZES["scratch"]
     studies.check_settings(studies.Study("scratch", size, tmp_path, None))

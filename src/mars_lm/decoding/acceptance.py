@@ -40,7 +40,7 @@ def entropy(logits: Tensor, candidates: Tensor) -> Tensor:
 MEASURES = {"probability": probability, "margin": margin, "entropy": entropy}
 
 
-def passes(logits: Tensor, candidates: Tensor, rule: np.ndarray, tau: np.ndarray) -> np.ndarray:
+def passes(logits: Tensor, candidates: Tensor | np.ndarray, rule: np.ndarray, tau: np.ndarray) -> np.ndarray:
     """Apply to each candidate the rule of its own request.
 
     Args:
@@ -55,6 +55,7 @@ def passes(logits: Tensor, candidates: Tensor, rule: np.ndarray, tau: np.ndarray
     needed = (tau > 0) | (rule == RULE_CODE["entropy"])
     if not needed.any():
         return accepted
+    candidates = torch.as_tensor(candidates, device=logits.device)
     for name, code in RULE_CODE.items():
         chosen = needed & (rule == code)
         if not chosen.any():

@@ -30,7 +30,7 @@ class Wishes:
 
     def __init__(self, rows: int, vocabulary: int) -> None:
         self.ends = np.zeros((rows, vocabulary), dtype=bool)  # tokens that end the row
-        self.first_end = np.zeros(rows, dtype=np.int64)  # the first position where one may stand
+        self.first_end = np.zeros(rows, dtype=np.int64)  # the first position where one may stand; 0: any
         self.temperature = np.zeros(rows)
         self.top_k = np.zeros(rows, dtype=np.int64)
         self.top_p = np.ones(rows)
@@ -60,7 +60,7 @@ class Wishes:
         if not settings.ignore_eos:
             self.ends[row, end_ids] = True
         self.ends[row, list(settings.stop_token_ids)] = True
-        self.first_end[row] = prompt + settings.min_new_tokens
+        self.first_end[row] = prompt + settings.min_new_tokens if self.ends[row].any() else 0
         self.temperature[row], self.seed[row] = settings.temperature, seed
         self.top_k[row], self.top_p[row], self.min_p[row] = settings.top_k, settings.top_p, settings.min_p
         self.logprobs[row] = -1 if settings.logprobs is None else settings.logprobs
@@ -115,9 +115,12 @@ class Wishes:
         return candidates, finite
 
     def _adjusted(self, logits: Tensor, rows: Ints, position: Ints, tokens: Ints, prompt: Ints) -> Tensor:
-        too_early = np.flatnonzero((position < self.first_end[rows]) & self.ends[rows].any(axis=1))
+        early, looks_back = position < self.first_end[rows], self.looks_back[rows]
+        if not (early.any() or looks_back.any()):
+            return logits
+        too_early = np.flatnonzero(early)
         penalised = np.flatnonzero(self.penalised[rows])
-        looking = np.flatnonzero(self.looks_back[rows]).tolist()
+        looking = np.flatnonzero(looks_back).tolist()
         barred = [i for i in looking if self.bad_words[rows[i]]]
         processed = [i for i in looking if self.processors[rows[i]]]
         if not (too_early.size or penalised.size or barred or processed):

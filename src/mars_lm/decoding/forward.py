@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,7 +45,7 @@ class Feed:
     sees_before: Ints  # [N] a token sees its row's slots before this one ...
     sees_from: Ints  # [N] ... and those from here to its own
 
-    @property
+    @cached_property
     def first(self) -> Ints:
         """[R] flat index of the row's first token."""
         return np.cumsum(self.width) - self.width

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,26 @@ ROUNDS, ROUND_SECONDS = 4, 0.25  # so often each, but a slow machine's start sha
 MEMORY = 400.0  # drafts after which older ones count half
 
 
+# 1, 2, 3, 4, 6, 8, 12, … 24576 tokens: beside a long prompt, too, a mask has its price.
+CURVE = np.array([1.0, *(2.0**i * k for i in range(1, 15) for k in (1, 1.5))])
+
+
+@lru_cache(maxsize=256)
+def _nearness(tokens: int) -> tuple[Ints, Ints]:
+    """How much a step of so many tokens tells about each size of `CURVE`, and how far it counts as one seen.
+
+    The sizes beside it drift along, and far ones a little: a longer context slows all.
+    """
+    near = np.exp(-2 * np.abs(np.log(CURVE / tokens)))
+    return np.maximum(near, 0.05), near**2
+
+
 class ForwardCost:
     """Seconds of a forward by its number of tokens: measured at a few sizes, refined by every step."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         sizes = sorted(seconds)
-        # 1, 2, 3, 4, 6, 8, 12, … 24576: beside a long prompt, too, a mask has its price.
-        self.tokens = np.array([1.0, *(2.0**i * k for i in range(1, 15) for k in (1, 1.5))])
+        self.tokens = CURVE
         known = np.array([seconds[size] for size in sizes])
         # Past the largest measured size the last slope goes on.
         slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
@@ -56,11 +70,10 @@ class ForwardCost:
         """One step took so long. A step that was held up by something else counts as a slow one, not more."""
         expected = float(self(tokens))
         drift = min(seconds / expected, 2.0)
-        near = np.exp(-2 * np.abs(np.log(self.tokens / max(tokens, 1))))
-        # An average of the first ten, then of the latest. The sizes beside it drift along, and far ones a
-        # little: a longer context slows all.
-        self.seconds *= 1 + (drift - 1) * np.maximum(near, 0.05) / np.minimum(self._seen + 1, 10.0)
-        self._seen += near**2
+        near, as_seen = _nearness(max(tokens, 1))
+        # An average of the first ten, then of the latest.
+        self.seconds *= 1 + (drift - 1) * near / np.minimum(self._seen + 1, 10.0)
+        self._seen += as_seen
 
 
 class AdaptiveWidth:
