@@ -1,7 +1,9 @@
 """Window cache, block-level commit and no cache in lossy mode: speed-up over one-token mode against τ.
 
 The paper's Table 5 and Figure 5 (SPEC 5): the block-level commit feeds a block's tokens again until every row
-has filled it, without a cache every forward feeds the whole texts, and the window cache does neither.
+has filled it, without a cache every forward feeds the whole texts, and the window cache does neither. Near
+its end a block has no room for B - 1 masks and feeds fewer. So that each may have the number that suits it,
+the window cache and the smallest block are decoded with smaller B as well.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from common import decode, in_turn, ratio, totals
 from decode_part import Bench, Panel, Part, Row, line_at
@@ -19,7 +22,17 @@ from mars_lm.settings import DecodingSettings
 WINDOW, NONE = "window", "none"
 # The window cache's speed over the best block's.
 BAR = 1.1
-BASELINE = (WINDOW, 1.0)  # one-token mode
+
+
+class Cell(NamedTuple):
+    """One setting that is clocked; `block_size` None: the trained B."""
+
+    cache: str
+    tau: float
+    block_size: int | None = None
+
+
+BASELINE = Cell(WINDOW, 1.0)  # one-token mode
 
 
 def caches(args: argparse.Namespace, batch: int) -> dict[str, int | None]:
@@ -29,6 +42,20 @@ def caches(args: argparse.Namespace, batch: int) -> dict[str, int | None]:
     if args.no_cache_up_to is None or batch <= args.no_cache_up_to:
         found[NONE] = 0
     return found
+
+
+def cells(taus: list[float], names: list[str], smaller: list[int]) -> list[Cell]:
+    """What is clocked of the caches of these names, one-token mode first; `smaller`: further B."""
+    blocks = [name for name in names if name not in (WINDOW, NONE)]
+    narrower = [WINDOW, *blocks[:1]]
+    every = [
+        Cell(name, tau, size)
+        for name in names
+        for size in (None, *(smaller if name in narrower else ()))
+        for tau in taus
+        if size is None or tau < 1  # one-token mode has no masks
+    ]
+    return list(dict.fromkeys([BASELINE, *every]))
 
 
 class Caches(Part):
@@ -58,20 +85,29 @@ class Caches(Part):
             help="caches: the largest batch that is also decoded without a cache (default: all; at batch 32 "
             "that is minutes a turn)",
         )
+        parser.add_argument(
+            "--narrower",
+            type=int,
+            nargs="*",
+            default=[2],
+            help="caches: smaller B that the window cache and the first of --commit-blocks are also decoded "
+            "with (default: 2)",
+        )
 
     def measure(self, bench: Bench) -> dict[str, list[Row]]:
         speeds: list[Row] = []
         best: list[Row] = []
         for batch in bench.args.batches:  # the engines of one batch at a time: each has a cache
             rates, per_forward = self._at(batch, bench)
-            for (cache, tau), rate in rates.items():
+            for cell, rate in rates.items():
                 speeds.append(
                     {
                         "batch": batch,
-                        "cache": cache,
-                        "tau": tau,
+                        "cache": cell.cache,
+                        "block_size": cell.block_size or bench.block_size,
+                        "tau": cell.tau,
                         "tokens_per_second": statistics.median(rate),
-                        "tokens_per_forward": per_forward[cache, tau],
+                        "tokens_per_forward": per_forward[cell],
                         "speed_up": ratio(rate, rates[BASELINE]),
                     }
                 )
@@ -79,30 +115,27 @@ class Caches(Part):
         return {"speeds": speeds, "best": best}
 
     @staticmethod
-    def _at(
-        batch: int, bench: Bench
-    ) -> tuple[dict[tuple[str, float], list[float]], dict[tuple[str, float], float]]:
-        """Of each (cache, τ): tokens per second turn by turn, and tokens per forward."""
+    def _at(batch: int, bench: Bench) -> tuple[dict[Cell, list[float]], dict[Cell, float]]:
+        """Of each cell: tokens per second turn by turn, and tokens per forward."""
         ids = bench.prompts(batch)
         longest = max(map(len, ids)) + bench.exact.max_new_tokens
         engines = {
             name: bench.engine(batch, max_length=longest, commit_block=block)
             for name, block in caches(bench.args, batch).items()
         }
-        counts: dict[tuple[str, float], tuple[int, int]] = {}
+        counts: dict[Cell, tuple[int, int]] = {}
 
-        def run(cache: str, tau: float) -> None:
-            settings = dataclasses.replace(bench.one, tau=tau, exact=False)
-            counts[cache, tau] = totals(decode(engines[cache], ids, settings))
+        def run(cell: Cell) -> None:
+            settings = dataclasses.replace(bench.one, tau=cell.tau, exact=False, block_size=cell.block_size)
+            counts[cell] = totals(decode(engines[cell.cache], ids, settings))
 
         for engine in engines.values():
             warm_up(engine, ids)
-        every = dict.fromkeys([BASELINE, *((cache, tau) for cache in engines for tau in bench.args.taus)])
-        seconds = in_turn(
-            {pair: (lambda pair=pair: run(*pair)) for pair in every}, bench.args.repeats, warm_up=0
-        )
-        rates = {pair: [counts[pair][0] / s for s in seconds[pair]] for pair in every}
-        return rates, {pair: tokens / forwards for pair, (tokens, forwards) in counts.items()}
+        smaller = [size for size in bench.args.narrower if size < bench.block_size]
+        every = cells(bench.args.taus, list(engines), smaller)
+        seconds = in_turn({cell: partial(run, cell) for cell in every}, bench.args.repeats, warm_up=0)
+        rates = {cell: [counts[cell][0] / s for s in seconds[cell]] for cell in every}
+        return rates, {cell: tokens / forwards for cell, (tokens, forwards) in counts.items()}
 
     def tables(self, result: Any) -> list[tuple[str, list[Row]]]:
         return [
@@ -126,21 +159,29 @@ def warm_up(engine: Engine, ids: list[list[int]]) -> None:
     decode(engine, ids, DecodingSettings(tau=1.0, max_new_tokens=2))
 
 
-def window_over_best(rates: dict[tuple[str, float], list[float]]) -> list[Row]:
-    """At each τ the block with the most tokens a second, and the window cache's ratio to it."""
+def window_over_best(rates: dict[Cell, list[float]]) -> list[Row]:
+    """At each τ the block with the most tokens a second, and the window cache's ratio to it; each at the B
+    that is fastest for it."""
     rows = []
-    for tau in dict.fromkeys(tau for _, tau in rates):
-        blocks = [cache for cache, at in rates if at == tau and cache not in (WINDOW, NONE)]
+
+    def fastest(of: list[Cell]) -> Cell:
+        return max(of, key=lambda cell: statistics.median(rates[cell]))
+
+    for tau in dict.fromkeys(cell.tau for cell in rates):
+        at = [cell for cell in rates if cell.tau == tau and cell.cache != NONE]
+        blocks = [cell for cell in at if cell.cache != WINDOW]
         if not blocks:
             continue
-        best = max(blocks, key=lambda cache: statistics.median(rates[cache, tau]))
+        best, window = fastest(blocks), fastest([cell for cell in at if cell.cache == WINDOW])
         rows.append(
             {
                 "tau": tau,
-                "best_block": best,
-                "best_speed_up": ratio(rates[best, tau], rates[BASELINE]),
-                "window_speed_up": ratio(rates[WINDOW, tau], rates[BASELINE]),
-                "window_over_best": ratio(rates[WINDOW, tau], rates[best, tau]),
+                "best_block": best.cache,
+                "best_block_size": best.block_size,
+                "best_speed_up": ratio(rates[best], rates[BASELINE]),
+                "window_block_size": window.block_size,
+                "window_speed_up": ratio(rates[window], rates[BASELINE]),
+                "window_over_best": ratio(rates[window], rates[best]),
                 "bar": BAR,
             }
         )
@@ -150,9 +191,20 @@ def window_over_best(rates: dict[tuple[str, float], list[float]]) -> list[Row]:
 def draw_batch(axis: Any, batch: int, rows: list[Row]) -> None:
     """Speed-up against τ, a line for each cache."""
     axis.axhline(1.0, color="grey", linewidth=0.8)
-    for cache in dict.fromkeys(row["cache"] for row in rows):
-        own = sorted((row["tau"], row["speed_up"]) for row in rows if row["cache"] == cache)
-        axis.plot(*zip(*own, strict=True), "o-", label=cache if cache != NONE else "no cache")
+    widest = max(row["block_size"] for row in rows)
+    for cache, size in dict.fromkeys((row["cache"], row["block_size"]) for row in rows):
+        own = sorted(
+            (row["tau"], row["speed_up"])
+            for row in rows
+            if (row["cache"], row["block_size"]) == (cache, size)
+        )
+        label = cache if cache != NONE else "no cache"
+        narrow = size < widest
+        axis.plot(
+            *zip(*own, strict=True),
+            "o--" if narrow else "o-",
+            label=f"{label}, B = {size}" if narrow else label,
+        )
     axis.set_title(f"batch {batch}")
     axis.set_xlabel("τ")
     axis.set_ylabel("speed-up over one-token mode")

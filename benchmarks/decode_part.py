@@ -32,6 +32,11 @@ class Bench:
         return DecodingSettings(tau=1.0, max_new_tokens=self.exact.max_new_tokens)
 
     @property
+    def block_size(self) -> int:
+        """The trained B."""
+        return self.loaded.mars.block_size if self.loaded.mars else 1
+
+    @property
     def kernels(self) -> str:
         """What runs the model where a part does not choose: "native", or "torch" where those can't."""
         return "torch" if isinstance(self.engine(1, max_length=32)._model, ModelForward) else "native"

@@ -22,8 +22,9 @@ from tiny import tiny_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import decode as benchmark
+import decode_caches
 from common import parting
-from decode_caches import BASELINE, NONE, WINDOW, Caches, window_over_best
+from decode_caches import BASELINE, NONE, WINDOW, Caches, Cell, window_over_best
 from decode_part import Bench
 from decode_peers import LlamaCpp
 from decode_steps import Bandwidth, StepClock, StepShare, share
@@ -68,18 +69,25 @@ def added(monkeypatch) -> dict[int, list]:
     return asked
 
 
+def engines_of(made) -> list[str]:
+    return list(decode_caches.caches(made.args, made.args.batches[0]))
+
+
 def test_every_cache_decodes_the_same_prompts_at_every_tau(data, added):
     made = bench(data, "--batches", "3", "--repeats", "2", "--taus", "1", "0.5", "--commit-blocks", "4", "64")
     result = Caches().measure(made)
-    caches = [WINDOW, "block 4", "block 64", NONE]
-    assert [(row["cache"], row["tau"]) for row in result["speeds"]] == [
-        (cache, tau) for cache in caches for tau in (1.0, 0.5)
+    trained = made.block_size
+    narrow = [(WINDOW, 2), ("block 4", 2)]  # where the number of masks is the cache's own choice
+    both = [(1.0, trained), (0.5, trained)]
+    asked_of = {cache: both + [(0.5, 2)] * ((cache, 2) in narrow) for cache in engines_of(made)}
+    assert [(row["cache"], row["tau"], row["block_size"]) for row in result["speeds"]] == [
+        (cache, *cell) for cache, every in asked_of.items() for cell in every
     ]
-    assert len(added) == len(caches)
-    for asked in added.values():
-        work = [(prompt, s.tau) for prompt, s in asked if s.max_new_tokens == 12]
+    assert len(added) == len(asked_of)
+    for asked, every in zip(added.values(), asked_of.values(), strict=True):
+        work = [(prompt, s.tau, s.block_size or trained) for prompt, s in asked if s.max_new_tokens == 12]
         expected = [tuple(prompt) for prompt in made.prompts(3)]
-        assert work == [(prompt, tau) for _ in range(2) for tau in (1.0, 0.5) for prompt in expected]
+        assert work == [(prompt, *cell) for _ in range(2) for cell in every for prompt in expected]
         assert not any(s.exact for _, s in asked if s.tau < 1)
     # At τ = 1 every cache is AR: a token a forward; and one-token mode is the measure of all.
     assert all(row["tokens_per_forward"] == 1 for row in result["speeds"] if row["tau"] == 1)
@@ -92,7 +100,7 @@ def test_no_cache_stops_at_its_largest_batch_and_one_token_mode_is_always_there(
         bench(
             data,
             *("--batches", "1", "2", "--repeats", "1", "--taus", "0.5"),
-            *("--commit-blocks", "--no-cache-up-to", "1"),
+            *("--commit-blocks", "--no-cache-up-to", "1", "--narrower"),
         )
     )
     assert [(row["batch"], row["cache"], row["tau"]) for row in result["speeds"]] == [
@@ -108,14 +116,16 @@ def test_no_cache_stops_at_its_largest_batch_and_one_token_mode_is_always_there(
 def test_the_best_block_is_the_fastest_at_that_tau():
     rates = {
         BASELINE: [10.0, 20.0],
-        (WINDOW, 0.8): [30.0, 60.0],
-        ("block 4", 0.8): [20.0, 40.0],
-        ("block 16", 0.8): [24.0, 50.0],
-        (NONE, 0.8): [99.0, 99.0],
+        Cell(WINDOW, 0.8): [29.0, 59.0],
+        Cell(WINDOW, 0.8, 2): [30.0, 60.0],
+        Cell("block 4", 0.8): [20.0, 40.0],
+        Cell("block 4", 0.8, 2): [21.0, 41.0],
+        Cell("block 16", 0.8): [24.0, 50.0],
+        Cell(NONE, 0.8): [99.0, 99.0],
     }
     [row] = window_over_best(rates)
     assert row["tau"] == 0.8
-    assert row["best_block"] == "block 16"
+    assert (row["best_block"], row["best_block_size"], row["window_block_size"]) == ("block 16", None, 2)
     assert row["window_over_best"] == pytest.approx((30 / 24 + 60 / 50) / 2)
     assert row["window_speed_up"] == pytest.approx(3)
 
