@@ -3,7 +3,8 @@
 The paper's Table 5 and Figure 5 (SPEC 5): the block-level commit feeds a block's tokens again until every row
 has filled it, without a cache every forward feeds the whole texts, and the window cache does neither. Near
 its end a block has no room for B - 1 masks and feeds fewer. So that each may have the number that suits it,
-the window cache and the smallest block are decoded with smaller B as well.
+the window cache and the smallest block are decoded with smaller B as well; and the window cache with adaptive
+width, which chooses by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from decode_part import Bench, Panel, Part, Row, line_at
 from mars_lm.decoding import Engine
 from mars_lm.settings import DecodingSettings
 
-WINDOW, NONE = "window", "none"
+WINDOW, ADAPTIVE, NONE = "window", "window, adaptive", "none"
 # The window cache's speed over the best block's.
 BAR = 1.1
 
@@ -37,7 +38,7 @@ BASELINE = Cell(WINDOW, 1.0)  # one-token mode
 
 def caches(args: argparse.Namespace, batch: int) -> dict[str, int | None]:
     """Each cache by name, as `Engine(commit_block=…)` takes it."""
-    found: dict[str, int | None] = {WINDOW: None}
+    found: dict[str, int | None] = {WINDOW: None, ADAPTIVE: None}
     found |= {f"block {block}": block for block in args.commit_blocks}
     if args.no_cache_up_to is None or batch <= args.no_cache_up_to:
         found[NONE] = 0
@@ -46,14 +47,14 @@ def caches(args: argparse.Namespace, batch: int) -> dict[str, int | None]:
 
 def cells(taus: list[float], names: list[str], smaller: list[int]) -> list[Cell]:
     """What is clocked of the caches of these names, one-token mode first; `smaller`: further B."""
-    blocks = [name for name in names if name not in (WINDOW, NONE)]
+    blocks = [name for name in names if name not in (WINDOW, ADAPTIVE, NONE)]
     narrower = [WINDOW, *blocks[:1]]
     every = [
         Cell(name, tau, size)
         for name in names
         for size in (None, *(smaller if name in narrower else ()))
         for tau in taus
-        if size is None or tau < 1  # one-token mode has no masks
+        if tau < 1 or (size is None and name != ADAPTIVE)  # one-token mode has no masks to choose
     ]
     return list(dict.fromkeys([BASELINE, *every]))
 
@@ -126,7 +127,13 @@ class Caches(Part):
         counts: dict[Cell, tuple[int, int]] = {}
 
         def run(cell: Cell) -> None:
-            settings = dataclasses.replace(bench.one, tau=cell.tau, exact=False, block_size=cell.block_size)
+            settings = dataclasses.replace(
+                bench.one,
+                tau=cell.tau,
+                exact=False,
+                block_size=cell.block_size,
+                adaptive=cell.cache == ADAPTIVE,
+            )
             counts[cell] = totals(decode(engines[cell.cache], ids, settings))
 
         for engine in engines.values():
@@ -168,7 +175,7 @@ def window_over_best(rates: dict[Cell, list[float]]) -> list[Row]:
         return max(of, key=lambda cell: statistics.median(rates[cell]))
 
     for tau in dict.fromkeys(cell.tau for cell in rates):
-        at = [cell for cell in rates if cell.tau == tau and cell.cache != NONE]
+        at = [cell for cell in rates if cell.tau == tau and cell.cache not in (ADAPTIVE, NONE)]
         blocks = [cell for cell in at if cell.cache != WINDOW]
         if not blocks:
             continue

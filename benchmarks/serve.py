@@ -376,8 +376,8 @@ def burst(args: Any) -> dict[str, Any]:
     for name, options in (
         ("exact, without controller", ("--exact",)),
         ("exact, with controller", ("--exact", *controller)),
-        ("lossy, without controller", ("--lossy",)),
-        ("lossy, with controller", ("--lossy", *controller)),
+        ("lossy, without controller", ("--lossy", "--adaptive")),
+        ("lossy, with controller", ("--lossy", "--adaptive", *controller)),
     ):
         rows = ("--rows", 4, "--max-length", args.max_length, "--tau", "1.0", "--queue", 256)
         with served(args, *rows, *options) as server:

@@ -130,9 +130,10 @@ class DecodingSettings:
     # Exact mode only: also place masks behind every shorter prefix of the draft, so that a rejected draft
     # still leaves a next one (docs/decoding.md, "recovery masks").
     recovery: bool = True
-    # Exact mode only: place no more masks than pay in tokens per second, on this machine and at this load;
-    # False: always all of them. It moves speed, never the text.
-    adaptive: bool = True
+    # Place no more masks than pay in tokens per second, on this machine and at this load; False: always all.
+    # In exact mode it moves speed, never the text, and None is True. A lossy text depends on its masks, and
+    # so on the load; there None is False.
+    adaptive: bool | None = None
     # Sampling; temperature 0 is greedy. A filter at its neutral value (top_k 0, top_p 1, min_p 0) is off.
     temperature: float = 0.0
     top_k: int = 0
@@ -176,6 +177,8 @@ class DecodingSettings:
         )
         for name in ("exact", "recovery", "adaptive", "ignore_eos"):
             value = getattr(self, name)
+            if value is None and name == "adaptive":
+                continue
             _require(isinstance(value, bool), f"{name} is {value!r}, expected true or false.")
         self._check_sampling()
         self._check_ends_and_penalties()
@@ -239,6 +242,11 @@ class DecodingSettings:
             ),
             f"bad_words_ids is {self.bad_words_ids!r}, expected a tuple of tuples of token ids.",
         )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether its width is adaptive."""
+        return self.exact if self.adaptive is None else self.adaptive
 
     @property
     def one_token(self) -> bool:

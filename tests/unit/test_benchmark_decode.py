@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import decode as benchmark
 import decode_caches
 from common import parting
-from decode_caches import BASELINE, NONE, WINDOW, Caches, Cell, window_over_best
+from decode_caches import ADAPTIVE, BASELINE, NONE, WINDOW, Caches, Cell, window_over_best
 from decode_part import Bench
 from decode_peers import LlamaCpp
 from decode_steps import Bandwidth, StepClock, StepShare, share
@@ -80,6 +80,7 @@ def test_every_cache_decodes_the_same_prompts_at_every_tau(data, added):
     narrow = [(WINDOW, 2), ("block 4", 2)]  # where the number of masks is the cache's own choice
     both = [(1.0, trained), (0.5, trained)]
     asked_of = {cache: both + [(0.5, 2)] * ((cache, 2) in narrow) for cache in engines_of(made)}
+    asked_of[ADAPTIVE] = [(0.5, trained)]  # at tau 1 there are no masks to choose
     assert [(row["cache"], row["tau"], row["block_size"]) for row in result["speeds"]] == [
         (cache, *cell) for cache, every in asked_of.items() for cell in every
     ]
@@ -89,6 +90,7 @@ def test_every_cache_decodes_the_same_prompts_at_every_tau(data, added):
         expected = [tuple(prompt) for prompt in made.prompts(3)]
         assert work == [(prompt, *cell) for _ in range(2) for cell in every for prompt in expected]
         assert not any(s.exact for _, s in asked if s.tau < 1)
+        assert {s.adapts for _, s in asked if s.tau < 1} == {every is asked_of[ADAPTIVE]}
     # At τ = 1 every cache is AR: a token a forward; and one-token mode is the measure of all.
     assert all(row["tokens_per_forward"] == 1 for row in result["speeds"] if row["tau"] == 1)
     assert all(row["tokens_per_forward"] >= 1 for row in result["speeds"])
@@ -106,9 +108,11 @@ def test_no_cache_stops_at_its_largest_batch_and_one_token_mode_is_always_there(
     assert [(row["batch"], row["cache"], row["tau"]) for row in result["speeds"]] == [
         (1, WINDOW, 1.0),
         (1, WINDOW, 0.5),
+        (1, ADAPTIVE, 0.5),
         (1, NONE, 0.5),
         (2, WINDOW, 1.0),
         (2, WINDOW, 0.5),
+        (2, ADAPTIVE, 0.5),
     ]
     assert result["best"] == []  # there is no block to compare with
 
@@ -117,6 +121,7 @@ def test_the_best_block_is_the_fastest_at_that_tau():
     rates = {
         BASELINE: [10.0, 20.0],
         Cell(WINDOW, 0.8): [29.0, 59.0],
+        Cell(ADAPTIVE, 0.8): [98.0, 98.0],
         Cell(WINDOW, 0.8, 2): [30.0, 60.0],
         Cell("block 4", 0.8): [20.0, 40.0],
         Cell("block 4", 0.8, 2): [21.0, 41.0],

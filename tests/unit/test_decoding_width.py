@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 
 from mars_lm.decoding import Engine, generate
-from mars_lm.decoding.width import PROBE_EVERY, THRESHOLDS, AdaptiveWidth, ForwardCost
-from mars_lm.settings import DecodingSettings
+from mars_lm.decoding.width import (
+    KINDS,
+    PRIOR,
+    PRIOR_WEIGHT,
+    PROBE_EVERY,
+    THRESHOLDS,
+    AdaptiveWidth,
+    ForwardCost,
+    draft_kind,
+)
+from mars_lm.settings import RULES, DecodingSettings
 from tiny import tiny_checkpoint
+
+LOSSY = DecodingSettings(exact=False, tau=0.9)
 
 
 def width(per_token: float, fixed: float = 1.0, block_size: int = 4) -> AdaptiveWidth:
@@ -52,32 +64,35 @@ def test_all_masks_where_a_token_is_free_and_none_where_it_costs_a_forward():
     assert len(set(some)) > 2
 
 
-def test_the_choice_is_the_best_of_all_thresholds_by_a_slow_count():
+@pytest.mark.parametrize("mixed", [False, True], ids=["exact", "exact and lossy"])
+def test_the_choice_is_the_best_of_all_thresholds_by_a_slow_count(mixed):
     rng = np.random.default_rng(0)
     for _ in range(50):
         chooser = width(float(rng.choice([0.005, 0.02, 0.05, 0.1])))
-        chooser.hits = chooser.tries * rng.uniform(0.2, 0.95, 3)
-        p = chooser.hits / chooser.tries
-        j = rng.integers(0, 4, 5)
+        chooser.hits = chooser.tries * rng.uniform(0.2, 0.95, chooser.tries.shape)
+        kinds = np.where(rng.random(5) < 0.5, 0, draft_kind(LOSSY)) if mixed else np.zeros(5, dtype=int)
+        j = np.where(kinds == 0, rng.integers(0, 4, 5), 0)  # in lossy mode there is no draft ...
+        trusted = np.where(kinds == 0, 0, rng.integers(0, 4, 5))  # ... but what the last masks gave is fed
         groups = np.where(np.arange(j.max() + 1) <= j[:, None], rng.integers(0, 4, (5, 1)), 0)
-        clean = int(5 + j.sum())
+        clean = int(5 + j.sum() + trusted.sum())
         best = None
         for threshold in THRESHOLDS:
             chosen, gain, drafts = np.zeros_like(groups), 0.0, 0.0
             for r, row in enumerate(groups):
+                p = (chooser.hits / chooser.tries)[kinds[r]]
                 for k, most in enumerate(row):
                     outcome = np.prod(p[:k]) * ((1 - p[k]) if k < j[r] else 1.0)
                     for depth in range(1, most + 1):
                         if outcome * np.prod(p[:depth]) >= threshold:
                             chosen[r, k] = depth
                             gain += outcome * np.prod(p[:depth])
-                            drafts += outcome
+                            drafts += outcome if kinds[r] == 0 else np.prod(p[:depth])
             own = groups.sum(axis=1) > 0
-            tokens = clean - j[own].sum() + chosen.sum() + drafts
+            tokens = clean - (j + trusted)[own].sum() + chosen.sum() + drafts
             rate = (5 + gain) / float(chooser.cost(tokens))
             if best is None or rate > best[0] * (1 + 1e-9):
                 best = (rate, chosen)
-        got = chooser.choose(groups, j, np.ones(5, dtype=bool), clean)
+        got = chooser.choose(groups, j, np.ones(5, dtype=bool), clean, kinds=kinds, trusted=trusted)
         assert (got == best[1]).all()
 
 
@@ -145,12 +160,58 @@ def test_where_no_mask_pays_one_row_still_tries_now_and_then():
 def test_confirmed_drafts_are_counted_by_distance():
     chooser = width(0.0)
     hits, tries = chooser.hits.copy(), chooser.tries.copy()
-    chooser.learn_drafts(np.array([3, 3, 1, 0]), np.array([3, 1, 1, 0]))
-    assert (chooser.hits - hits).tolist() == pytest.approx([3, 1, 1])
-    assert (chooser.tries - tries).tolist() == pytest.approx([3, 2, 1])
+    exact = np.zeros(4, dtype=int)
+    chooser.learn(exact, np.array([3, 3, 1, 0]), np.array([3, 1, 1, 0]))
+    assert (chooser.hits - hits)[0].tolist() == pytest.approx([3, 1, 1])
+    assert (chooser.tries - tries)[0].tolist() == pytest.approx([3, 2, 1])
     for _ in range(500):
-        chooser.learn_drafts(np.array([3]), np.array([0]))
-    assert chooser.hits[0] / chooser.tries[0] < 0.2
+        chooser.learn(exact[:1], np.array([3]), np.array([0]))
+    assert chooser.hits[0, 0] / chooser.tries[0, 0] < 0.2
+    assert (chooser.hits[1:] == hits[1:]).all()  # another mode's drafts are none of these
+
+
+def test_lossy_drafts_are_counted_by_rule_and_threshold():
+    kinds = [
+        draft_kind(DecodingSettings(exact=False, rule=rule, tau=tau))
+        for rule in RULES
+        for tau in (0.0, 0.5, 0.9, 1.0)
+    ]
+    assert len({0, *kinds}) == 1 + len(kinds)
+    assert draft_kind(DecodingSettings(tau=0.9)) == draft_kind(DecodingSettings()) == 0
+    assert draft_kind(DecodingSettings(exact=False, tau=0.9)) == draft_kind(LOSSY)
+    assert max(draft_kind(DecodingSettings(exact=False, rule="entropy", tau=t)) for t in (2, 1e9)) < KINDS
+    chooser = width(0.0)
+    chooser.learn(np.array([0, kinds[1]]), np.array([3, 3]), np.array([0, 3]))
+    share = chooser.hits / chooser.tries
+    assert share[0, 0] < share[kinds[2], 0] < share[kinds[1], 0]
+
+
+def test_lossy_rows_adapt_where_asked_and_learn_what_passes():
+    """Each accepted token passed the rule whatever the width; where a mask costs a forward there are none."""
+    checkpoint = tiny_checkpoint("llama", seed=3)
+    prompts = [[7 * i % 290 for i in range(1, 9 + k)] for k in range(4)]
+
+    def decode(slope: float, settings: DecodingSettings):
+        engine = Engine(checkpoint, max_rows=4)
+        numbers = [engine.add(prompt, settings) for prompt in prompts]
+        while engine.has_work:
+            engine._width.cost = ForwardCost({n: 1 + slope * n for n in (1, 8, 32)})
+            engine.step()
+        return engine, [engine.result(number) for number in numbers]
+
+    lossy = DecodingSettings(exact=False, tau=0.004, max_new_tokens=60, ignore_eos=True)
+    _, fixed = decode(0.0, lossy)
+    engine, free = decode(0.0, dataclasses.replace(lossy, adaptive=True))
+    assert [r.token_ids for r in free] == [r.token_ids for r in fixed]
+    assert sum(r.masks for r in free) == sum(r.masks for r in fixed) > 0
+    kind = draft_kind(lossy)
+    accepted = sum(n - 1 for r in free for n in r.accepted_lengths)
+    assert 0 < accepted <= (engine._width.hits[kind] - PRIOR * PRIOR_WEIGHT).sum() <= accepted + 3 * 4
+    assert (engine._width.tries[0] == PRIOR_WEIGHT).all()
+    _, dear = decode(50.0, dataclasses.replace(lossy, adaptive=True))
+    assert sum(r.masks for r in dear) < 0.1 * sum(r.masks for r in fixed)
+    _, always = decode(50.0, lossy)
+    assert [r.token_ids for r in always] == [r.token_ids for r in fixed]
 
 
 @pytest.mark.parametrize("recovery", [True, False])

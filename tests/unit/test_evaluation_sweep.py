@@ -97,7 +97,10 @@ def test_the_grid() -> None:
     assert [c.name for c in sweeps.grid(checkpoint, modes=["jacobi"], block_sizes=[4])][1:] == ["jacobi-B4"]
     wide = sweeps.grid(checkpoint, taus=[0.9], adaptive=False)
     assert [c.name for c in wide] == ["one-token", "exact-probability-0.9-all-masks", "lossy-probability-0.9"]
-    assert [c.settings(checkpoint).adaptive for c in wide] == [True, False, True]
+    assert [c.settings(checkpoint).adapts for c in wide] == [True, False, False]
+    paying = sweeps.grid(checkpoint, taus=[0.9], adaptive=True)
+    assert [c.name for c in paying][1:] == ["exact-probability-0.9", "lossy-probability-0.9-adaptive"]
+    assert [c.settings(checkpoint).adapts for c in paying] == [True, True, True]
     with pytest.raises(MarsError, match="above the 4"):
         sweeps.grid(checkpoint, block_sizes=[8])
     with pytest.raises(MarsError, match="rule is 'magic'"):

@@ -41,6 +41,13 @@ def test_an_ordinary_model_is_in_one_token_mode_whatever_is_named():
     assert settings == DecodingSettings(tau=1.0, max_new_tokens=7)
 
 
+def test_the_width_adapts_by_itself_where_it_moves_no_text():
+    assert DecodingSettings().adapts
+    assert not DecodingSettings(exact=False, tau=0.9).adapts
+    assert DecodingSettings(exact=False, tau=0.9, adaptive=True).adapts
+    assert not DecodingSettings(adaptive=False).adapts
+
+
 def test_a_bad_value_is_refused_whoever_named_it():
     with pytest.raises(MarsError, match="tau is 3"):
         decoding_settings(mars(tau=3), {})

@@ -76,7 +76,8 @@ Adaptive = Annotated[
     bool | None,
     typer.Option(
         "--adaptive/--all-masks",
-        help="Exact mode: only the masks that pay in tokens per second here (the default), or always all.",
+        help="Only the masks that pay in tokens per second here (exact mode's default; a lossy text then "
+        "depends on the load), or always all.",
         show_default=False,
         rich_help_panel="Decoding",
     ),

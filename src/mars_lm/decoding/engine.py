@@ -18,7 +18,7 @@ from mars_lm.decoding.acceptance import RULE_CODE
 from mars_lm.decoding.candidates import Processor
 from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.text import TextStream
-from mars_lm.decoding.width import AdaptiveWidth, forward_cost
+from mars_lm.decoding.width import AdaptiveWidth, draft_kind, forward_cost
 from mars_lm.decoding.window import Commit, Decoder, Rows, TokenLogprob, lay_out
 from mars_lm.errors import MarsError
 from mars_lm.prompts import end_token_ids
@@ -268,7 +268,7 @@ class Engine:
         commit = self._decoder.commit(self._state, window, self._model.hidden(window))
         if self._width is not None:
             self._width.cost.learn(len(window.input_ids), time.perf_counter() - begun)
-            self._width.learn_drafts(commit.drafted, commit.drafted - commit.rejected)
+            self._width.learn(self._state.kind[commit.rows], commit.offered, commit.held)
         outputs = self._hand_out(commit)
         if self._commit_block is not None:
             self._hold_back()
@@ -413,7 +413,7 @@ class Engine:
         state = self._state
         state.masks[row] = 0 if settings.one_token else (settings.block_size or self.block_size) - 1
         state.exact[row], state.recovery[row] = settings.exact, settings.exact and settings.recovery
-        state.adaptive[row] = settings.exact and settings.adaptive
+        state.adaptive[row], state.kind[row] = settings.adapts, draft_kind(settings)
         state.rule[row], state.tau[row] = RULE_CODE[settings.rule], settings.tau
 
     def _hand_out(self, commit: Commit) -> list[StepOutput]:

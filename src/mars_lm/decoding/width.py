@@ -1,8 +1,9 @@
-"""How many masks to place (exact mode): as many as pay in tokens per second, on this machine, at this load.
+"""How many masks to place: as many as pay in tokens per second, on this machine, at this load.
 
-A mask is worth the probability that its guess will be committed by the next forward, and costs what a forward
-costs with one token more. While a machine waits for memory a token costs next to nothing, and every mask
-pays; when it computes, few pay, or none. The text is the same whatever is chosen (SPEC 4).
+A mask is worth the probability that its guess will be committed (in exact mode by the next forward, in
+lossy mode by this one), and costs what a forward costs with one token more. While a machine waits for memory
+a token costs next to nothing, and every mask pays; when it computes, few pay, or none. In exact mode the text
+is the same whatever is chosen (SPEC 4).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from mars_lm.decoding.forward import Feed, Forward
+from mars_lm.settings import RULES, DecodingSettings
 
 Ints = np.ndarray
 
@@ -27,6 +29,9 @@ PROBE_EVERY = 32
 # rarely the more it seems to lose (a share of the step's tokens), and never beyond `DEAR`: else a size that
 # once seemed slow would not be seen again. `REGRET` of all tokens is what this may lose.
 REGRET, DEAR = 0.005, 0.4
+# Kinds of drafts, whose fates are counted apart: exact mode's, and those of each lossy rule by τ, in steps.
+TAU_STEP, TAU_STEPS = 0.05, 32
+KINDS = 1 + TAU_STEPS * len(RULES)
 # What is believed of a draft before any was seen, and how many seen ones weigh as much as this belief.
 PRIOR, PRIOR_WEIGHT = 0.65, 8.0
 # Tokens of the forwards that are timed at the start; their costs need not lie on a line.
@@ -83,14 +88,14 @@ class AdaptiveWidth:
         block_size: the trained B.
         cost: of the model's forward.
     Attributes:
-        hits, tries: float [B-1]: of the draft tokens at each distance whose predecessors were confirmed,
-            how many were confirmed too (older ones count less).
+        hits, tries: float [KINDS, B-1]: of the draft tokens at each distance whose predecessors held, how
+            many held too (older ones count less).
     """
 
     def __init__(self, block_size: int, cost: ForwardCost) -> None:
         self.cost = cost
-        self.hits = np.full(block_size - 1, PRIOR * PRIOR_WEIGHT)
-        self.tries = np.full(block_size - 1, PRIOR_WEIGHT)
+        self.hits = np.full((KINDS, block_size - 1), PRIOR * PRIOR_WEIGHT)
+        self.tries = np.full((KINDS, block_size - 1), PRIOR_WEIGHT)
         self._idle, self._allowance, self._wider = 0, 0.0, True
 
     def choose(
@@ -100,6 +105,8 @@ class AdaptiveWidth:
         adapts: np.ndarray,
         clean: int,
         *,
+        kinds: Ints | None = None,
+        trusted: Ints | None = None,
         prompt: int = 0,
         rows: int | None = None,
     ) -> Ints:
@@ -110,6 +117,8 @@ class AdaptiveWidth:
             drafted: int64 [R], the draft's length now.
             adapts: bool [R], the rows whose groups may be smaller.
             clean: tokens of the forward without masks.
+            kinds: int64 [R], each row's `draft_kind`; None: all are exact.
+            trusted: int64 [R], how many of its clean tokens came from masks (lossy rows); None: none.
             prompt: so many of these are there once, to prefill; the others are what a decoding step feeds.
             rows: rows that get a token from the forward; None: all R.
         Returns:
@@ -119,22 +128,27 @@ class AdaptiveWidth:
         if not adapts.any():
             return groups
         own, j = groups[adapts], drafted[adapts]
-        likely = np.concatenate([[1.0], np.cumprod(self.hits / self.tries)])  # of the first k being confirmed
+        kind = np.zeros_like(j) if kinds is None else kinds[adapts]
+        likely = np.ones((len(j), self.hits.shape[1] + 1))  # [R, B] of the first k of a draft holding
+        np.cumprod((self.hits / self.tries)[kind], axis=1, out=likely[:, 1:])
         prefix = np.arange(own.shape[1])
-        outcome = np.where(  # [R, K] that exactly k of the draft will be confirmed
+        outcome = np.where(  # [R, K] that exactly k of the draft will hold
             prefix < j[:, None],
-            likely[prefix] - likely[np.minimum(prefix + 1, len(likely) - 1)],
-            np.where(prefix == j[:, None], likely[prefix], 0.0),
+            likely[:, prefix] - likely[:, np.minimum(prefix + 1, likely.shape[1] - 1)],
+            np.where(prefix == j[:, None], likely[:, prefix], 0.0),
         )
         depth = np.arange(1, int(own.max()) + 1)
-        worth = outcome[:, :, None] * likely[depth]  # [R, K, D]
+        worth = outcome[:, :, None] * likely[:, None, depth]  # [R, K, D]
         worth = np.where(depth <= own[:, :, None], worth, -1.0)
         placed = worth[..., None] >= THRESHOLDS  # [R, K, D, T]
         masks = placed.sum(axis=(0, 1, 2))
         gain = (worth[..., None] * placed).sum(axis=(0, 1, 2))
-        # The drafts that these masks will leave are fed by the next forward, in the place of today's.
-        drafts = (outcome[:, :, None, None] * placed).sum(axis=(0, 1, 2))
-        tokens = clean + groups[~adapts].sum() - j.sum() + masks + drafts
+        # The next forward feeds the drafts that these masks will leave, in the place of today's: in exact
+        # mode all guesses, in lossy mode those that held.
+        left = np.where((kind == 0)[:, None, None], outcome[:, :, None], worth)
+        drafts = (left[..., None] * placed).sum(axis=(0, 1, 2))
+        clean -= int(j.sum()) + (0 if trusted is None else int(trusted[adapts].sum()))
+        tokens = clean + groups[~adapts].sum() + masks + drafts
         committed = (len(groups) if rows is None else rows) + gain
         # What a second is worth: the tokens that the rows commit in it while they only decode. A forward that
         # carries prompts too is long in any case: measured by its own rate, every mask would pay in it.
@@ -165,15 +179,26 @@ class AdaptiveWidth:
         self._allowance -= price
         return other
 
-    def learn_drafts(self, drafted: Ints, agreed: Ints) -> None:
-        """So much of each row's draft was confirmed: int64 [R] both."""
-        distance = np.arange(len(self.hits))
-        confirmed = distance < agreed[:, None]
-        self.hits += confirmed.sum(axis=0)
-        self.tries += (distance < np.minimum(agreed + 1, drafted)[:, None]).sum(axis=0)
+    def learn(self, kinds: Ints, offered: Ints, held: Ints) -> None:
+        """So many of each row's offered tokens held, from the left: int64 [R] all."""
+        some = offered > 0
+        if not some.any():
+            return
+        kinds, offered, held = kinds[some], offered[some], held[some]
+        distance = np.arange(self.hits.shape[1])
+        np.add.at(self.hits, kinds, distance < held[:, None])
+        np.add.at(self.tries, kinds, distance < np.minimum(held + 1, offered)[:, None])
         old = self.tries > MEMORY
         self.hits[old] /= 2
         self.tries[old] /= 2
+
+
+def draft_kind(settings: DecodingSettings) -> int:
+    """With which others' drafts a request's are counted: 0 in exact mode, else by rule and rounded τ."""
+    if settings.exact:
+        return 0
+    step = min(round(settings.tau / TAU_STEP), TAU_STEPS - 1)
+    return 1 + RULES.index(settings.rule) * TAU_STEPS + step
 
 
 _costs: weakref.WeakKeyDictionary[Any, dict[Any, ForwardCost]] = weakref.WeakKeyDictionary()

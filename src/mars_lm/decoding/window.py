@@ -45,6 +45,7 @@ class Rows:
         self.exact = np.zeros(rows, dtype=bool)
         self.recovery = np.zeros(rows, dtype=bool)
         self.adaptive = np.zeros(rows, dtype=bool)
+        self.kind = np.zeros(rows, dtype=np.int64)  # which drafts the row's are like: `width.draft_kind`
         self.rule = np.zeros(rows, dtype=np.int8)
         self.tau = np.zeros(rows, dtype=np.float64)
         self.wishes = Wishes(rows, vocabulary)
@@ -88,6 +89,8 @@ class Commit:
     masks: Ints  # [R'] that the forward held of the row
     drafted: Ints  # [R'] draft tokens that it verified
     rejected: Ints  # [R'] draft tokens that AR did not confirm
+    offered: Ints  # [R'] tokens that could have held: the draft's, or in lossy mode the masks' guesses
+    held: Ints  # [R'] of these, from the left: AR confirmed them, or they passed the row's rule
     logprobs: dict[int, list[TokenLogprob]]  # of the committed tokens, by index in `rows`; for who asked
 
 
@@ -123,11 +126,15 @@ def lay_out(
     if width is not None:
         # There once, that is, until the row's first token; without a cache, later forwards feed it all again.
         prompt = np.where(n == state.prompt[rows], pending - ends, 0)
+        # In lossy mode what the last masks gave is committed, and fed by this forward, as a draft would be.
+        trusted = np.where(exact | (n == state.prompt[rows]), 0, np.minimum(pending - 1, state.masks[rows]))
         groups = width.choose(
             groups,
             j,
             state.adaptive[rows],
             int((pending + j).sum()),
+            kinds=state.kind[rows],
+            trusted=trusted,
             prompt=int(prompt.sum()),
             rows=int(ends.sum()),
         )
@@ -253,8 +260,22 @@ class Decoder:
                 behind = torch.from_numpy((np.cumsum(size) - size)[i] + own[1:] - 1).to(first.device)
                 said = torch.cat([said[:1], logits[behind]])
             logprobs[i] = _logprobs(said, tokens[i, : count[i]], int(state.wishes.logprobs[rows[i]]))
-        masks = groups.sum(axis=1)
-        return Commit(rows, tokens, count, stopped, full, broken, stuck, masks, j, j - agreed, logprobs)
+        offered, held = np.where(exact, j, size), np.where(exact, agreed, run)
+        return Commit(
+            rows,
+            tokens,
+            count,
+            stopped,
+            full,
+            broken,
+            stuck,
+            masks=groups.sum(axis=1),
+            drafted=j,
+            rejected=j - agreed,
+            offered=offered,
+            held=held,
+            logprobs=logprobs,
+        )
 
     def _logits(self, hidden: Tensor, begin: Ints, size: Ints) -> Tensor:
         """float32 logits [M, V] of `size` tokens of each row from flat index `begin`, row by row."""

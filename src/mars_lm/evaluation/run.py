@@ -141,7 +141,7 @@ def identity(
         "block_size": settings.block_size,
         "exact": settings.exact,
         "recovery": settings.recovery,
-        "adaptive": settings.adaptive,
+        "adaptive": settings.adapts,
         "dtype": checkpoint.dtype,
         "chat_template": chat,
         "batch_size": options.batch_size,

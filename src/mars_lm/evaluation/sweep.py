@@ -35,7 +35,7 @@ class Cell:
         mode: one-token, exact, lossy, or a baseline decoder's name.
         rule, tau: None where the mode has none.
         block_size: None is the trained B.
-        adaptive: of exact mode; None is the library's default.
+        adaptive: of exact and lossy mode; None is the mode's own default.
     """
 
     mode: str
@@ -87,7 +87,7 @@ def grid(
         block_sizes: None: the trained B.
         rules: of probability, margin, entropy.
         modes: of exact, lossy, and the baselines' names.
-        adaptive: of exact mode's cells.
+        adaptive: False: exact mode with all masks; True: lossy mode with those that pay.
     Raises:
         MarsError: a value that no decoding takes, or a B above the trained one.
     """
@@ -111,7 +111,7 @@ def grid(
                     # One-token mode is there already; block diffusion at tau 1 is another thing.
                     if drafts and rule == "probability" and tau >= 1:
                         continue
-                    wide = adaptive if mode == "exact" else None
+                    wide = None if adaptive is (mode == "exact") else adaptive  # None: the mode's default
                     cells.append(Cell(mode, rule, float(tau), size, wide))
     return list(dict.fromkeys(cells))
 

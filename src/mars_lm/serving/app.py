@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -27,6 +28,7 @@ from mars_lm.serving.knob import FIELDS, Knob
 from mars_lm.serving.metrics import CONTENT_TYPE, Metrics
 from mars_lm.serving.requests import Preparation, ServerOptions
 from mars_lm.serving.runner import Generation, Job, Runner
+from mars_lm.settings import DecodingSettings
 
 if TYPE_CHECKING:
     from mars_lm.checkpoint import Checkpoint
@@ -450,7 +452,8 @@ def _model(server: Server) -> dict[str, Any]:
 def _settings(knob: Knob) -> dict[str, Any]:
     controller = knob.controller
     return {
-        **{name: getattr(knob.defaults, name) for name in FIELDS},
+        **dataclasses.asdict(knob.defaults),
+        "adaptive": DecodingSettings(**dataclasses.asdict(knob.defaults)).adapts,
         "trained_block_size": knob.trained_block_size,
         "controller": None if controller is None else knob.controller_on,
         "tau_range": None if controller is None else [controller.low, controller.high],

@@ -22,7 +22,7 @@ class Defaults:
     rule: Rule
     block_size: int | None
     exact: bool
-    adaptive: bool = True
+    adaptive: bool | None = None
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Defaults))

@@ -99,7 +99,7 @@ class MarsRequest(BaseModel):
     rule: Rule | None = Field(None, description=f"What tau limits: {', '.join(RULES)}.")
     block_size: Annotated[int, Field(ge=1)] | None = Field(None, description="Most tokens of one forward.")
     exact: bool | None = Field(None, description="Whether drafts are verified against one-token decoding.")
-    adaptive: bool | None = Field(None, description="Exact mode: no more masks than pay, or always all.")
+    adaptive: bool | None = Field(None, description="No more masks than pay, or always all.")
 
     def chosen(self) -> dict[str, Any]:
         """The fields that are named."""

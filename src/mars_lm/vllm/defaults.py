@@ -51,7 +51,8 @@ def make_knob(mars: MarsSettings | None, named: Mapping[str, Any]) -> Knob:
     Raises:
         MarsError: a value is out of range.
     """
-    settings = decoding_settings(mars, {key: value for key, value in named.items() if key in FIELDS})
+    chosen = {key: value for key, value in named.items() if key in FIELDS}
+    settings = decoding_settings(mars, {"adaptive": True, **chosen})  # in lossy mode as well
     defaults = Defaults(**{field: getattr(settings, field) for field in FIELDS})
     return Knob(defaults, None if mars is None else mars.block_size)
 
