@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +28,37 @@ def _mean_interval(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def plot_frontier(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """accuracy-tokens-per-forward.png and accuracy-speed-up.png: one line a checkpoint and mode."""
+    """accuracy-tokens-per-forward.png and accuracy-speed-up.png: one line a checkpoint and mode.
+
+    A colour is a checkpoint, a dash and a marker are a mode. Of several rules the first is drawn: rules.png
+    compares them.
+    """
     plt = _pyplot()
     written = []
+    rules = [row["rule"] for row in rows if row["rule"] is not None]
+    kept = "probability" if "probability" in rules else next(iter(rules), None)
+    rows = [row for row in rows if row["rule"] in (None, kept)]
     for key, label, name in (
         ("tokens_per_forward", "tokens per forward", "accuracy-tokens-per-forward.png"),
         ("speed_up", "measured speed-up over one token per forward", "accuracy-speed-up.png"),
     ):
         figure, axis = plt.subplots(figsize=(7, 4.5))
-        for (checkpoint, mode, rule, size), points in _lines(
-            rows, ("label", "mode", "rule", "block_size")
-        ).items():
+        lines = _lines(rows, ("label", "mode", "rule", "block_size"))
+        for (line, points), style in zip(lines.items(), _styles(lines), strict=True):
             points = [row for row in points if row["mean"] is not None and row[key] is not None]
             if not points:
                 continue
             points.sort(key=lambda row: row[key])
-            title = ", ".join(str(p) for p in (checkpoint, mode, rule, size and f"B={size}") if p)
+            *names, size = line
+            title = ", ".join(str(p) for p in (*names, size and f"B={size}") if p)
             errors = list(zip(*(_mean_interval(row) for row in points), strict=True))
             axis.errorbar(
                 [row[key] for row in points],
                 [100 * row["mean"] for row in points],
                 yerr=errors,
-                fmt="o-",
                 capsize=2,
-                markersize=4,
-                linewidth=1,
                 label=title,
+                **style,
             )
         written.append(_finish(plt, figure, axis, label, "mean score, %", folder / name))
     return written
@@ -71,14 +76,12 @@ def plot_rules(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         return []
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    for (checkpoint, rule, size), points in lines.items():
+    for ((checkpoint, rule, size), points), style in zip(lines.items(), _styles(lines), strict=True):
         points.sort(key=lambda row: row["tokens_per_forward"])
         axis.plot(
             [row["tokens_per_forward"] for row in points],
             [100 * row["mean"] for row in points],
-            "o-",
-            markersize=4,
-            linewidth=1,
+            **style,
             label=f"{checkpoint}, {rule}" + (f", B={size}" if size else ""),
         )
     return [_finish(plt, figure, axis, "tokens per forward", "mean score, %", folder / "rules.png")]
@@ -159,6 +162,24 @@ def _lines(
         if not any(key[0] == checkpoint for key in lines):
             lines[tuple(row[key] for key in keys)] = [row]
     return lines
+
+
+def _styles(lines: Iterable[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """For each line a colour by its checkpoint, and a dash and a marker by all else."""
+    every = list(lines)
+    checkpoints = list(dict.fromkeys(line[0] for line in every))
+    others = list(dict.fromkeys(line[1:] for line in every))
+    dashes, markers = ("-", "--", ":", "-."), "os^Dv*XP"
+    return [
+        {
+            "color": f"C{checkpoints.index(line[0])}",
+            "linestyle": dashes[others.index(line[1:]) % len(dashes)],
+            "marker": markers[others.index(line[1:]) % len(markers)],
+            "markersize": 4,
+            "linewidth": 1,
+        }
+        for line in every
+    ]
 
 
 def _finish(plt: Any, figure: Any, axis: Any, x: str, y: str, path: Path) -> Path:
