@@ -112,7 +112,7 @@ class Caches(Part):
                         "speed_up": ratio(rate, rates[BASELINE]),
                     }
                 )
-            best += [{"batch": batch, **row} for row in window_over_best(rates)]
+            best += [{"batch": batch, **row} for row in window_over_best(rates, bench.block_size)]
         return {"speeds": speeds, "best": best}
 
     @staticmethod
@@ -166,9 +166,9 @@ def warm_up(engine: Engine, ids: list[list[int]]) -> None:
     decode(engine, ids, DecodingSettings(tau=1.0, max_new_tokens=2))
 
 
-def window_over_best(rates: dict[Cell, list[float]]) -> list[Row]:
+def window_over_best(rates: dict[Cell, list[float]], trained: int) -> list[Row]:
     """At each τ the block with the most tokens a second, and the window cache's ratio to it; each at the B
-    that is fastest for it."""
+    that is fastest for it (`trained` is a cell's without its own)."""
     rows = []
 
     def fastest(of: list[Cell]) -> Cell:
@@ -184,9 +184,9 @@ def window_over_best(rates: dict[Cell, list[float]]) -> list[Row]:
             {
                 "tau": tau,
                 "best_block": best.cache,
-                "best_block_size": best.block_size,
+                "best_block_size": best.block_size or trained,
                 "best_speed_up": ratio(rates[best], rates[BASELINE]),
-                "window_block_size": window.block_size,
+                "window_block_size": window.block_size or trained,
                 "window_speed_up": ratio(rates[window], rates[BASELINE]),
                 "window_over_best": ratio(rates[window], rates[best]),
                 "bar": BAR,

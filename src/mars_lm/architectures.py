@@ -6,6 +6,10 @@ from typing import Any
 
 from mars_lm.errors import MarsError
 
+# What the CPU kernels run (mars_lm.decoding.native): attention with rotary positions over whole heads, RMS
+# norms, a SiLU-gated MLP, no biases but q, k and v's.
+KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
 # Decoder-only models whose positions are learned vectors: they take position ids, as rotary models do.
 _LEARNED_POSITIONS = ("gpt2", "gpt_bigcode")
 

@@ -22,6 +22,7 @@ from mars_lm.architectures import check_supported
 from mars_lm.errors import MarsError
 from mars_lm.folders import is_no_space, replaced_folder
 from mars_lm.gguf_file import split_digits_as_trained
+from mars_lm.int8 import check_config as check_int8
 from mars_lm.int8 import round_weights
 from mars_lm.mask_token import MASK_TOKEN, make_mars_ready
 from mars_lm.prompts import encode_chat, encode_prompt, end_token_ids
@@ -98,13 +99,13 @@ def load(
             in it, else float32; on a GPU the checkpoint's own (bfloat16 for a GGUF file). int8: on a CPU,
             weights of eight bits (docs/decoding.md).
         revision: the branch, tag or commit of a Hub id.
-        device: such as cpu or cuda:0; None: cuda where there is one, else cpu.
+        device: such as cpu or cuda:0; None: cuda where there is one, else cpu (int8: cpu).
     Returns:
         The checkpoint, in evaluation mode.
     Raises:
         MarsError: no such model, a corrupt one, one that is not supported, or an adapter that does not fit.
     """
-    place = _device(device)
+    place = _device(device, dtype)
     _dtype(dtype, place)  # a wrong name must not cost a download
     lora = None
     if adapter is not None:
@@ -114,7 +115,7 @@ def load(
         source = _base_of(lora)
     where = locate(str(source))
     wanted = _dtype(dtype, place, gguf=where.gguf_file is not None)
-    model, tokenizer = _load_base(where, revision, wanted, merges=lora is not None)
+    model, tokenizer = _load_base(where, revision, wanted, merges=lora is not None, int8=dtype == INT8)
     if lora is not None:
         model = merge(model, tokenizer, lora, where.name)
     _cast(model, wanted)
@@ -147,7 +148,7 @@ def load_default(*, dtype: str = "auto", device: str | None = None) -> Checkpoin
             "This installation of mars-lm carries no packaged model: name one with --model, such as a folder "
             "that `mars train` wrote."
         )
-    place = _device(device)
+    place = _device(device, dtype)
     wanted = _dtype(dtype, place, gguf=True)
     base = base_weights.find_or_fetch()
     name = str(wanted).removeprefix("torch.")
@@ -256,9 +257,9 @@ def _replaced(directory: str | Path) -> Iterator[Path]:
         raise
 
 
-def _device(device: str | None) -> torch.device:
+def _device(device: str | None, dtype: str) -> torch.device:
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() and dtype != INT8 else "cpu")
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -296,13 +297,17 @@ def _base_of(adapter: Adapter) -> str:
     return str(base_weights.find_or_fetch()) if adapter.base == base_weights.HUB_ID else adapter.base
 
 
-def _load_base(where: Source, revision: str | None, wanted: Any, *, merges: bool) -> tuple[Any, Any]:
+def _load_base(
+    where: Source, revision: str | None, wanted: Any, *, merges: bool, int8: bool
+) -> tuple[Any, Any]:
     # Before a merge the weights stay as exact as they are stored: base + adapter is rounded once, afterwards.
     dtype = "auto" if merges and wanted != torch.float32 else wanted
     with told_in_one_sentence(where.complaint), _quiet(not where.on_hub):
         options = where.options(revision)
         config = AutoConfig.from_pretrained(where.path, **options)
         check_supported(config)
+        if int8:
+            check_int8(config)
         with told_in_one_sentence(f"{where.name} has no tokenizer that can be read"):
             tokenizer = AutoTokenizer.from_pretrained(where.path, **options)
             if where.gguf_file is not None:

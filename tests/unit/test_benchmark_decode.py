@@ -128,9 +128,9 @@ def test_the_best_block_is_the_fastest_at_that_tau():
         Cell("block 16", 0.8): [24.0, 50.0],
         Cell(NONE, 0.8): [99.0, 99.0],
     }
-    [row] = window_over_best(rates)
+    [row] = window_over_best(rates, 4)
     assert row["tau"] == 0.8
-    assert (row["best_block"], row["best_block_size"], row["window_block_size"]) == ("block 16", None, 2)
+    assert (row["best_block"], row["best_block_size"], row["window_block_size"]) == ("block 16", 4, 2)
     assert row["window_over_best"] == pytest.approx((30 / 24 + 60 / 50) / 2)
     assert row["window_speed_up"] == pytest.approx(3)
 

@@ -69,14 +69,31 @@ class TestTypesAndDevices:
     def test_unknown_type(self, dtype: str, saved: Path) -> None:
         assert "expected one of auto, float32, bfloat16, float16" in sentence(saved, dtype=dtype)
 
-    def test_eight_bits(self, saved: Path) -> None:
-        whole, rounded = load(saved, dtype="float32"), load(saved, dtype="int8")
+    def test_eight_bits(self, saved: Path, tmp_path: Path) -> None:
+        made = tiny_checkpoint("llama", hidden_size=64, head_dim=16)
+        save(made.model, made.tokenizer, tmp_path)
+        whole, rounded = load(tmp_path, dtype="float32"), load(tmp_path, dtype="int8")
         assert (whole.dtype, rounded.dtype) == ("float32", "int8")
         weights = [c.model.base_model.layers[0].mlp.up_proj.weight.detach() for c in (whole, rounded)]
         assert 0 < float((weights[0] - weights[1]).abs().max()) <= float(weights[0].abs().max()) / 250
         assert rounded.model.dtype == torch.float32
         with pytest.raises(MarsError, match="runs on a CPU"):
             checkpoints._dtype("int8", torch.device("cuda", 0))
+
+    def test_eight_bits_are_refused_before_weights_are_read(self, saved: Path, monkeypatch) -> None:
+        monkeypatch.setattr(checkpoints.AutoModelForCausalLM, "from_pretrained", None)
+        assert "sizes that are multiples of 64, and this model has one of 32" in sentence(saved, dtype="int8")
+        config = json.loads((saved / "config.json").read_text())
+        monkeypatch.setattr(checkpoints, "check_supported", lambda config: None)
+        (saved / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
+        assert "int8 is for llama, mistral, qwen2, qwen3 models, and this is gemma" in sentence(
+            saved, dtype="int8"
+        )
+
+    def test_eight_bits_run_on_the_cpu_where_there_is_a_gpu(self, monkeypatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert checkpoints._device(None, "int8").type == "cpu"
+        assert checkpoints._device(None, "auto").type == "cuda"
 
     def test_unknown_device(self, saved: Path) -> None:
         assert "expected such as cpu" in sentence(saved, device="gpu")

@@ -16,6 +16,7 @@ from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.forward import Feed, ModelForward
 from mars_lm.decoding.native import build
 from mars_lm.decoding.native.forward import NativeForward
+from mars_lm.decoding.width import forward_cost
 from mars_lm.errors import MarsError
 from mars_lm.int8 import quantized, round_weights
 from mars_lm.settings import DecodingSettings
@@ -159,6 +160,26 @@ def test_sizes_that_int8_does_not_take_are_named():
     checkpoint = dataclasses.replace(native_checkpoint(), int8=True)
     with pytest.raises(MarsError, match=r"multiples of 64.* 32"):
         Engine(checkpoint)
+
+
+def test_int8_and_whole_weights_of_one_model_are_kept_apart():
+    """One model may be read in both: neither is packed again for the other, nor clocked with it."""
+    checkpoint = weighing("int8")
+    engines = [Engine(dataclasses.replace(checkpoint, int8=int8)) for int8 in (True, False, True, False)]
+    packed = [engine._model._weights for engine in engines]
+    assert packed[0] is packed[2] is not packed[1]
+    assert packed[1] is packed[3]
+    costs = [forward_cost(checkpoint.model, engine._model, 64) for engine in engines]
+    assert costs[0] is costs[2] is not costs[1]
+    assert costs[1] is costs[3]
+
+
+def test_weights_that_are_no_numbers_are_named():
+    checkpoint = native_checkpoint()
+    with torch.no_grad():
+        checkpoint.model.base_model.norm.weight[0] = torch.nan
+    with pytest.raises(MarsError, match="its logits are no numbers"):
+        NativeForward(checkpoint.model, 1, 16)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

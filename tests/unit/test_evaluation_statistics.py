@@ -50,6 +50,7 @@ def cell(mode: str, tau: float | None, mean: float, speed: float, rule: str | No
         "rule": rule,
         "tau": tau,
         "block_size": None,
+        "masks": None,
         "scores": {"toy": score},
         "titles": {"toy": "Toy"},
         "mean": mean,

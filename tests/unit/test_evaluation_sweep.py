@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from run_mars import mars_command, mars_environment, run_mars
 from tiny import tiny_checkpoint
@@ -18,12 +20,15 @@ from tiny import tiny_checkpoint
 pytest.importorskip("lm_eval")
 
 from mars_lm import checkpoint as checkpoints
+from mars_lm.baselines.medusa import MedusaHeads
 from mars_lm.errors import MarsError
 from mars_lm.evaluation import sweep as sweeps
 from mars_lm.evaluation import tasks
 from mars_lm.evaluation.decoders import settings_for
+from mars_lm.evaluation.journal import Journal
 from mars_lm.evaluation.results import fingerprint
-from mars_lm.evaluation.run import EvaluationOptions, evaluate
+from mars_lm.evaluation.run import EvaluationOptions, evaluate, identity
+from mars_lm.settings import DecodingSettings
 
 TASK = "mars_arithmetic"
 
@@ -75,6 +80,72 @@ def test_a_folder_of_another_checkpoint_or_setting_is_refused(folder: Path, tmp_
         evaluated(folder, tmp_path, tau=0.5)
 
 
+def test_a_run_that_was_killed_in_its_first_task_tells_whose_its_answers_are(
+    folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    write = Journal.write
+    kept = []
+
+    def killed_at_the_third(self, *arguments) -> None:
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+        kept.append(arguments)
+        write(self, *arguments)
+
+    monkeypatch.setattr(Journal, "write", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(folder, tmp_path / "out")
+    monkeypatch.setattr(Journal, "write", write)
+    with pytest.raises(MarsError, match="results of another checkpoint"):
+        evaluated(folder, tmp_path / "out", "two")
+    parts, _ = evaluated(folder, tmp_path / "out")
+    assert parts[TASK]["speed"]["tokens"] == evaluated(folder, tmp_path / "new")[0][TASK]["speed"]["tokens"]
+    (tmp_path / "out" / "results.json").unlink()  # as versions before this one left it
+    with pytest.raises(MarsError, match="nothing says whose"):
+        evaluated(folder, tmp_path / "out")
+
+
+def test_a_run_that_was_refused_leaves_its_folder_free(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("mars_lm.evaluation.run.EngineDecoder", None)
+    with pytest.raises(TypeError):
+        evaluated(folder, tmp_path / "out")
+    monkeypatch.undo()
+    parts, _ = evaluated(folder, tmp_path / "out", "two")
+    assert parts[TASK]["score"]["rows"] == 6
+
+
+def test_other_rows_of_a_finished_task_are_refused(folder: Path, tmp_path: Path) -> None:
+    evaluated(folder, tmp_path / "out")
+    other = tmp_path / "rows"
+    (other / "arithmetic").mkdir(parents=True)
+    same = (folder / "arithmetic" / "test.jsonl").read_text()
+    (other / "arithmetic" / "test.jsonl").write_text(same.replace("5+1", "6+0"))
+    for name in ("one", "two", "plain"):
+        (other / name).symlink_to(folder / name)
+    with pytest.raises(MarsError, match="results on other rows of"):
+        evaluated(other, tmp_path / "out")
+    copy = tmp_path / "copy"
+    (copy / "arithmetic").mkdir(parents=True)
+    (copy / "arithmetic" / "test.jsonl").write_text(same)
+    (copy / "one").symlink_to(folder / "one")
+    _, said = evaluated(copy, tmp_path / "out")  # the same rows elsewhere are the same rows
+    assert any("finished before" in sentence for sentence in said)
+
+
+def test_a_draft_and_heads_are_part_of_what_a_folder_holds(folder: Path) -> None:
+    one, two = (checkpoints.load(folder / name, dtype="float32") for name in ("one", "two"))
+
+    def of(**beside) -> dict:
+        decode = SimpleNamespace(**beside)
+        return identity(one, DecodingSettings(), EvaluationOptions(), True, "one", "assisted", decode)
+
+    heads = [MedusaHeads(2, 32) for _ in range(2)]
+    torch.nn.init.ones_(next(heads[1].parameters()))
+    found = [of(draft=one), of(draft=two), of(draft=None), of(heads=heads[0]), of(heads=heads[1])]
+    assert len({json.dumps(one) for one in found}) == len(found)
+    assert of(draft=two) == found[1]
+
+
 def test_an_ordinary_model_is_evaluated_as_plain_ar_and_said_so(folder: Path, tmp_path: Path) -> None:
     parts, said = evaluated(folder, tmp_path, "plain")
     assert parts[TASK]["speed"]["tokens_per_forward"] == 1.0
@@ -103,10 +174,47 @@ def test_the_grid() -> None:
     assert [c.settings(checkpoint).adapts for c in paying] == [True, True, True]
     with pytest.raises(MarsError, match="above the 4"):
         sweeps.grid(checkpoint, block_sizes=[8])
-    with pytest.raises(MarsError, match="rule is 'magic'"):
-        sweeps.grid(checkpoint, rules=["magic"])
     with pytest.raises(MarsError, match="tau is"):
         sweeps.grid(checkpoint, taus=[1.5])
+
+
+def test_modes_are_checked_before_a_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    for modes, sentence in (
+        ("exact,lossi", "--modes has 'lossi', expected some of exact, lossy, block-diffusion, jacobi"),
+        ("exact,medusa", "--heads"),
+        ("assisted", "--draft"),
+    ):
+        arguments = sweep_arguments(folder, tmp_path / "out", "--model", tmp_path / "none", "--modes", modes)
+        refused = run_mars(*arguments)
+        assert refused.code == 2
+        assert sentence in refused.err
+    with pytest.raises(MarsError, match="--rules has 'magic'"):
+        sweeps.check_modes(["exact"], ["probability", "magic"], draft=False, heads=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_that_was_refused_leaves_its_folder_free(folder: Path, tmp_path: Path) -> None:
+    refused = run_mars(*sweep_arguments(folder, tmp_path, "--model", folder / "one", "--block-size", 9))
+    assert refused.code == 2
+    other = sweep_arguments(
+        folder, tmp_path, "--model", folder / "two", "--label", "one", "--modes", "jacobi"
+    )
+    assert run_mars(*other).code == 0
+
+
+def test_all_masks_and_those_that_pay_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    arguments = sweep_arguments(folder, tmp_path, "--model", folder / "one", "--tau", 0.2)
+    assert run_mars(*arguments, "--all-masks").code == 0
+    done = run_mars(*arguments, "--adaptive")
+    assert done.code == 0, done.err
+    rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
+    assert sorted((row["mode"], row["masks"]) for row in rows if row["masks"]) == [
+        ("exact", "adaptive"),
+        ("exact", "all"),
+        ("lossy", "adaptive"),
+        ("lossy", "all"),
+    ]
+    assert {line.split("|")[6].strip() for line in done.out.splitlines()[2:]} == {"adaptive", "all", "–"}
 
 
 def sweep_arguments(folder: Path, output: Path, *more: object) -> list[object]:

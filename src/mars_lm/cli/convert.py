@@ -44,10 +44,10 @@ def convert(
     from mars_lm import checkpoint as checkpoints
 
     quiet_libraries()
-    if dtype == checkpoints.INT8:
+    if dtype not in (None, "auto", "float32", "bfloat16", "float16"):
         raise MarsError(
-            "--dtype int8 is no format to write: convert to float32, bfloat16 or float16, and load that with "
-            "--dtype int8."
+            f"--dtype is {dtype!r}, and what can be written is float32, bfloat16 or float16"
+            + ("; load that with --dtype int8." if dtype == checkpoints.INT8 else ".")
         )
     loaded = checkpoints.load(source, adapter=adapter, dtype=dtype or _stored_dtype(source))
     if loaded.mars is None:

@@ -137,7 +137,9 @@ def evaluate(
     from mars_lm.evaluation.run import evaluate as run
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    task_loading.choose(names, data=data, run_code=run_generated_code)  # said before a model is loaded
+    # Said before a model is loaded.
+    task_loading.choose(names, data=data, run_code=run_generated_code)
+    decoders.check_decoder(decoder, draft=draft is not None, heads=heads is not None)
     checkpoint = options.load_checkpoint(model, adapter, dtype, terminal=terminal)
     parts = run(
         checkpoint,

@@ -89,6 +89,7 @@ def sweep(
 
     names = split(tasks)
     task_loading.choose(names, data=data, run_code=run_generated_code)
+    sweeps.check_modes(split(modes), split(rules), draft=draft is not None, heads=heads is not None)
     models = model or [None]  # type: ignore[list-item]
     if adapter is not None and len(models) > 1:
         raise MarsError("--adapter goes with one --model: `mars convert` merges the others.")

@@ -73,6 +73,7 @@ class Forward(Protocol):
     """A model with its cache: tokens, positions and slots in; hidden states and logits out."""
 
     device: torch.device
+    weights: str  # their type's name
 
     @property
     def cache(self) -> Cache:
@@ -190,6 +191,7 @@ class ModelForward:
         self.cache = WindowCache(rows, slots)
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
+        self.weights = str(model.dtype)
         self._base = model.base_model
         config = model.config
         self.groups = config.num_attention_heads // (

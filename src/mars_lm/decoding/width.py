@@ -213,7 +213,7 @@ def forward_cost(model: Any, forward: Forward, slots: int) -> ForwardCost:
         slots: how many tokens a row may hold.
     """
     known = _costs.setdefault(model, {})
-    kind = (type(forward), torch.get_num_threads())
+    kind = (type(forward), forward.weights, torch.get_num_threads())
     if kind not in known:
         seconds: dict[int, float] = {}
         for done in range(ROUNDS):

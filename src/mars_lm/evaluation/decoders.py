@@ -63,6 +63,24 @@ class EngineDecoder:
         return [results[i] for i in range(len(prompts))]
 
 
+def check_decoder(name: str, *, draft: bool, heads: bool) -> None:
+    """See that a decoder is known and has what it needs; said before a model is loaded.
+
+    Args:
+        draft, heads: whether a draft model, and Medusa's heads, are named.
+    Raises:
+        MarsError: it isn't, or lacks it.
+    """
+    if name not in DECODERS:
+        raise MarsError(f"decoder is {name!r}, expected one of {', '.join(DECODERS)}.")
+    if name == "medusa" and not heads:
+        raise MarsError(
+            "Decoder medusa needs its heads: --heads FOLDER, as `benchmarks/study.py` trains them."
+        )
+    if name == "assisted" and not draft:
+        raise MarsError("Decoder assisted needs a draft model: --draft MODEL, with the same tokenizer.")
+
+
 def make_decoder(
     name: str,
     checkpoint: Checkpoint,
@@ -82,6 +100,7 @@ def make_decoder(
     Raises:
         MarsError: no such decoder, or one that lacks what it needs.
     """
+    check_decoder(name, draft=draft is not None, heads=heads is not None)
     if name == "mars":
         return EngineDecoder(checkpoint, max_rows=max_rows)
     if name == "block-diffusion":
@@ -95,18 +114,10 @@ def make_decoder(
     if name == "medusa":
         from mars_lm.baselines.medusa import MedusaDecoder, load_heads
 
-        if heads is None:
-            raise MarsError(
-                "Decoder medusa needs its heads: --heads FOLDER, as `benchmarks/study.py` trains them."
-            )
-        return MedusaDecoder(checkpoint, load_heads(heads, checkpoint), max_rows=max_rows)
-    if name in ("prompt-lookup", "assisted"):
-        from mars_lm.baselines.assisted import AssistedDecoder
+        return MedusaDecoder(checkpoint, load_heads(str(heads), checkpoint), max_rows=max_rows)
+    from mars_lm.baselines.assisted import AssistedDecoder
 
-        if name == "assisted" and draft is None:
-            raise MarsError("Decoder assisted needs a draft model: --draft MODEL, with the same tokenizer.")
-        return AssistedDecoder(checkpoint, draft=draft if name == "assisted" else None)
-    raise MarsError(f"decoder is {name!r}, expected one of {', '.join(DECODERS)}.")
+    return AssistedDecoder(checkpoint, draft=draft if name == "assisted" else None)
 
 
 def settings_for(

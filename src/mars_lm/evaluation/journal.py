@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mars_lm.decoding import GenerationResult
 from mars_lm.settings import DecodingSettings
@@ -21,7 +21,7 @@ class Journal:
     Sampled answers are not kept: the same request may be asked several times for different ones.
 
     Args:
-        path: the file; made with its folder where it is not there.
+        path: the file; made with its folder when there is an answer to keep.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,9 +37,8 @@ class Journal:
                     )
                 except (ValueError, KeyError, TypeError):
                     continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        self._file.write("\n")  # ends a line that was cut short
+        self._path = path
+        self._file: TextIO | None = None
         self._session, self._start = secrets.token_hex(4), time.perf_counter()
 
     def find(self, task: str, prompt: Sequence[int], settings: DecodingSettings) -> GenerationResult | None:
@@ -64,6 +63,10 @@ class Journal:
             "elapsed": time.perf_counter() - self._start,
             "result": kept,
         }
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+            self._file.write("\n")  # ends a line that was cut short
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
@@ -72,7 +75,8 @@ class Journal:
         return sum(self._seconds.values())
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _key(task: str, prompt: Sequence[int], settings: DecodingSettings) -> str:

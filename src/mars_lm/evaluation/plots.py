@@ -43,14 +43,14 @@ def plot_frontier(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         ("speed_up", "measured speed-up over one token per forward", "accuracy-speed-up.png"),
     ):
         figure, axis = plt.subplots(figsize=(7, 4.5))
-        lines = _lines(rows, ("label", "mode", "rule", "block_size"))
+        lines = _lines(rows, ("label", "mode", "rule", "masks", "block_size"))
         for (line, points), style in zip(lines.items(), _styles(lines), strict=True):
             points = [row for row in points if row["mean"] is not None and row[key] is not None]
             if not points:
                 continue
             points.sort(key=lambda row: row[key])
-            *names, size = line
-            title = ", ".join(str(p) for p in (*names, size and f"B={size}") if p)
+            *names, masks, size = line
+            title = ", ".join(str(p) for p in (*names, masks and f"{masks} masks", size and f"B={size}") if p)
             errors = list(zip(*(_mean_interval(row) for row in points), strict=True))
             axis.errorbar(
                 [row[key] for row in points],
@@ -71,18 +71,18 @@ def plot_rules(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         for row in rows
         if row["mode"] == "lossy" and row["mean"] is not None and row["tokens_per_forward"]
     ]
-    lines = _lines(lossy, ("label", "rule", "block_size"))
-    if len({rule for _, rule, _ in lines}) < 2:
+    lines = _lines(lossy, ("label", "rule", "masks", "block_size"))
+    if len({rule for _, rule, _, _ in lines}) < 2:
         return []
     plt = _pyplot()
     figure, axis = plt.subplots(figsize=(7, 4.5))
-    for ((checkpoint, rule, size), points), style in zip(lines.items(), _styles(lines), strict=True):
+    for ((checkpoint, rule, masks, size), points), style in zip(lines.items(), _styles(lines), strict=True):
         points.sort(key=lambda row: row["tokens_per_forward"])
         axis.plot(
             [row["tokens_per_forward"] for row in points],
             [100 * row["mean"] for row in points],
             **style,
-            label=f"{checkpoint}, {rule}" + (f", B={size}" if size else ""),
+            label=f"{checkpoint}, {rule}, {masks} masks" + (f", B={size}" if size else ""),
         )
     return [_finish(plt, figure, axis, "tokens per forward", "mean score, %", folder / "rules.png")]
 

@@ -23,18 +23,33 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
     Two checkpoints of one run differ everywhere, so a sample of the elements tells them apart at any size.
     """
+    mask = checkpoint.mars.mask_token_id if checkpoint.mars else None
+    return fingerprint_of(checkpoint.model, str(mask))
+
+
+def fingerprint_of(module: torch.nn.Module, beside: str = "") -> str:
+    """The same of any module, and of a word beside it."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(checkpoint.model.named_parameters()):
+    for name, parameter in sorted(module.named_parameters()):
         flat = parameter.detach().reshape(-1)
         step = max(flat.numel() // _SAMPLED, 1)
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(flat[::step].float().cpu().numpy().tobytes())
-    digest.update(str(checkpoint.mars.mask_token_id if checkpoint.mars else None).encode())
+    digest.update(beside.encode())
     return digest.hexdigest()[:16]
+
+
+def holds_results(folder: Path) -> bool:
+    """Whether a results folder has a finished part, or a finished answer of one that is not."""
+    file = folder / "results.json"
+    return bool(file.is_file() and read_json(file).get("parts")) or any(folder.glob("answers/*.jsonl"))
 
 
 class ResultsFolder:
     """One JSON of results, written after every part, so that a run that was killed goes on behind the last.
+
+    It says whose they are before there are any: answers are kept one by one. As long as there is none, the
+    folder is anyone's.
 
     Args:
         folder: where; made if it is not there.
@@ -49,11 +64,14 @@ class ResultsFolder:
         self.folder, self.identity = folder, identity
         self.file = folder / "results.json"
         self.parts: dict[str, Any] = {}
-        if self.file.is_file():
-            kept = read_json(self.file)
-            _check_same(folder, kept.get("identity", {}), json.loads(json.dumps(identity)))
+        if holds_results(folder):
+            kept = read_json(self.file) if self.file.is_file() else {}
+            if "identity" not in kept:
+                raise MarsError(f"{folder} has answers, and nothing says whose: name another --output.")
+            _check_same(folder, kept["identity"], json.loads(json.dumps(identity)))
             self.parts = kept.get("parts", {})
-        folder.mkdir(parents=True, exist_ok=True)
+        else:
+            write_json(self.file, {"identity": identity, "parts": {}})
 
     def add(self, name: str, value: Any, *, seed: int | None = None) -> None:
         """Keep a finished part."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +21,7 @@ from mars_lm.evaluation import tasks as task_loading
 from mars_lm.evaluation.decoders import Decode, EngineDecoder
 from mars_lm.evaluation.harness_model import MarsLM
 from mars_lm.evaluation.local_rows import no_bars
-from mars_lm.evaluation.results import ResultsFolder, fingerprint
+from mars_lm.evaluation.results import ResultsFolder, fingerprint, fingerprint_of
 from mars_lm.evaluation.statistics import of_mean
 from mars_lm.evaluation.tasks import Benchmark, LoadedBenchmark
 from mars_lm.settings import DecodingSettings
@@ -97,11 +99,18 @@ def evaluate(
             say("The tokenizer has no chat template: prompts are given as they stand.")
     folder = None
     if output is not None:
-        folder = ResultsFolder(output, identity(checkpoint, settings, options, chat, model, decoder))
+        folder = ResultsFolder(output, identity(checkpoint, settings, options, chat, model, decoder, decode))
     parts: dict[str, Any] = {}
     for benchmark in chosen:
         if folder is not None and benchmark.name in folder.parts:
             parts[benchmark.name] = folder.parts[benchmark.name]
+            if options.data is not None:
+                rows = _local_rows_mark(benchmark, options.data.resolve(), options.run_code)
+                if parts[benchmark.name].get("rows_mark", rows) != rows:
+                    raise MarsError(
+                        f"{output} has results on other rows of {benchmark.title} than those in "
+                        f"{options.data}: name another --output."
+                    )
             say(f"{benchmark.title}: finished before.")
             continue
         loaded = task_loading.load(benchmark, data=options.data, run_code=options.run_code)
@@ -114,6 +123,7 @@ def evaluate(
             journal=output / "answers" / f"{benchmark.name}.jsonl" if output else None,
         )
         part, samples = _run(lm, loaded, options, chat)
+        part["rows_mark"] = _rows_mark(loaded)
         parts[benchmark.name] = part
         if folder is not None:
             if options.keep_samples:
@@ -130,12 +140,16 @@ def identity(
     chat: bool,
     model: str,
     decoder: str,
+    decode: Decode | None = None,
 ) -> dict[str, Any]:
-    """What two runs must share to stand in one folder."""
+    """What two runs must share to stand in one folder (and the rows of each task, which stand with it)."""
+    draft, heads = getattr(decode, "draft", None), getattr(decode, "heads", None)
     return {
         "checkpoint": fingerprint(checkpoint),
         "model": model,
         "decoder": decoder,
+        "draft": None if draft is None else fingerprint(draft),
+        "heads": None if heads is None else fingerprint_of(heads),
         "tau": settings.tau,
         "rule": settings.rule,
         "block_size": settings.block_size,
@@ -150,6 +164,22 @@ def identity(
         "max_new_tokens": options.max_new_tokens,
         "rows": "local" if options.data else "hub",
     }
+
+
+def _rows_mark(loaded: LoadedBenchmark) -> str:
+    """A hash of the rows that are asked."""
+    digest = hashlib.sha256()
+    for name, task in sorted(loaded.tasks.items()):
+        digest.update(name.encode())
+        for row in task.eval_docs:
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=64)
+def _local_rows_mark(benchmark: Benchmark, data: Path, run_code: bool) -> str:
+    """Of a benchmark that is finished; a sweep asks for the same one in every cell."""
+    return _rows_mark(task_loading.load(benchmark, data=data, run_code=run_code))
 
 
 def _rows(loaded: LoadedBenchmark, limit: int | None) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 from mars_lm.checkpoint import Checkpoint
 from mars_lm.errors import MarsError
-from mars_lm.evaluation.decoders import Decode, make_decoder, settings_for
+from mars_lm.evaluation.decoders import DECODERS, Decode, check_decoder, make_decoder, settings_for
 from mars_lm.evaluation.plots import plot_frontier, plot_rules
-from mars_lm.evaluation.results import fingerprint, read_json, write_json
+from mars_lm.evaluation.results import fingerprint, holds_results, read_json, write_json
 from mars_lm.evaluation.run import EvaluationOptions, Say, evaluate, mean_score
 from mars_lm.evaluation.tables import sweep_table
 from mars_lm.provenance import provenance
@@ -70,6 +70,22 @@ class Cell:
         return settings_for(checkpoint, named, decoder=self.decoder)
 
 
+def check_modes(modes: Sequence[str], rules: Sequence[str], *, draft: bool, heads: bool) -> None:
+    """See that a sweep's modes and rules are known and have what they need; said before a model is loaded.
+
+    Raises:
+        MarsError: one is not, or lacks it.
+    """
+    known = ("exact", "lossy", *DECODERS[1:])
+    for mode in modes:
+        if mode not in known:
+            raise MarsError(f"--modes has {mode!r}, expected some of {', '.join(known)}.")
+        check_decoder(Cell(mode).decoder, draft=draft, heads=heads)
+    for rule in rules:
+        if rule not in TAUS:
+            raise MarsError(f"--rules has {rule!r}, expected some of {', '.join(TAUS)}.")
+
+
 def grid(
     checkpoint: Checkpoint,
     *,
@@ -85,8 +101,7 @@ def grid(
         checkpoint: it bounds B, and knows no cells but one-token mode and baselines without MARS settings.
         taus: for every rule; None: each rule's own (`TAUS`).
         block_sizes: None: the trained B.
-        rules: of probability, margin, entropy.
-        modes: of exact, lossy, and the baselines' names.
+        modes, rules: as `check_modes` passes them.
         adaptive: False: exact mode with all masks; True: lossy mode with those that pay.
     Raises:
         MarsError: a value that no decoding takes, or a B above the trained one.
@@ -104,8 +119,6 @@ def grid(
                 cells.append(Cell(mode, block_size=size))
                 continue
             for rule in rules:
-                if rule not in TAUS:
-                    raise MarsError(f"rule is {rule!r}, expected one of {', '.join(TAUS)}.")
                 for tau in taus or TAUS[rule]:
                     DecodingSettings(rule=rule, tau=tau)  # type: ignore[arg-type]
                     # One-token mode is there already; block diffusion at tau 1 is another thing.
@@ -203,6 +216,7 @@ def collect(output: Path) -> list[dict[str, Any]]:
         rows.append(
             {
                 **{name: cell[name] for name in ("label", "mode", "rule", "tau", "block_size")},
+                "masks": _masks(cell["mode"], cell.get("adaptive")),
                 "scores": {name: part["score"] for name, part in parts.items()},
                 "titles": {name: part["title"] for name, part in parts.items()},
                 "mean": mean_score(parts),
@@ -218,6 +232,13 @@ def collect(output: Path) -> list[dict[str, Any]]:
     order = {ONE_TOKEN: 0, "exact": 1, "lossy": 2}
     rows.sort(key=lambda row: (row["label"], order.get(row["mode"], 3), row["mode"]))
     return rows
+
+
+def _masks(mode: str, adaptive: bool | None) -> str | None:
+    """Whether a cell placed all masks or those that paid; None where there are none to place."""
+    if mode not in ("exact", "lossy"):
+        return None
+    return "adaptive" if DecodingSettings(exact=mode == "exact", adaptive=adaptive).adapts else "all"
 
 
 def label_of(name: str) -> str:
@@ -242,7 +263,7 @@ def _decoder(
 def _check_folder(output: Path, labels: list[str], add: bool) -> None:
     if len(set(labels)) < len(labels):
         raise MarsError(f"Two checkpoints have the same label ({', '.join(labels)}): give each its own.")
-    there = [file.parent.name for file in output.glob("*/checkpoint.json")]
+    there = [file.parent.name for file in output.glob("*/checkpoint.json") if _holds_cells(file.parent)]
     if there and not add and not set(there) & set(labels):
         raise MarsError(
             f"{output} has results of another checkpoint ({', '.join(sorted(there))}): name another "
@@ -250,9 +271,14 @@ def _check_folder(output: Path, labels: list[str], add: bool) -> None:
         )
 
 
+def _holds_cells(folder: Path) -> bool:
+    """Whether a checkpoint's folder has any result: one that was refused leaves none."""
+    return any(holds_results(file.parent) for file in folder.glob("*/results.json"))
+
+
 def _check_label(folder: Path, label: str, mark: str) -> None:
     file = folder / "checkpoint.json"
-    if file.is_file():
+    if file.is_file() and _holds_cells(folder):
         kept = read_json(file)["checkpoint"]
         if kept != mark:
             raise MarsError(

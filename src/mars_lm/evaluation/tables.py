@@ -72,7 +72,7 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
     """One line a cell."""
     tasks = list(dict.fromkeys(name for row in rows for name in row["scores"]))
     titles = {name: title for row in rows for name, title in row["titles"].items()}
-    header = ["checkpoint", "mode", "rule", "tau", "B", *(titles[name] for name in tasks)]
+    header = ["checkpoint", "mode", "rule", "tau", "B", "masks", *(titles[name] for name in tasks)]
     header += ["mean", "tokens/forward", "tokens/s", "speed-up"]
     lines = []
     for row in rows:
@@ -83,6 +83,7 @@ def sweep_table(rows: Sequence[dict[str, Any]]) -> str:
                 row["rule"] or "–",
                 "–" if row["tau"] is None else f"{row['tau']:g}",
                 "–" if row["block_size"] is None else str(row["block_size"]),
+                row["masks"] or "–",
                 *(share(row["scores"][name]) if name in row["scores"] else "–" for name in tasks),
                 "–" if row["mean"] is None else f"{100 * row['mean']:.1f}",
                 number(row["tokens_per_forward"]),

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mars_lm.architectures import KERNEL_FAMILIES
 from mars_lm.decoding.forward import Feed, alone_with
 from mars_lm.decoding.kv_cache import lazy_zeros
 from mars_lm.decoding.native.build import library
 from mars_lm.errors import MarsError
 from mars_lm.int8 import GROUP, quantized
 
-# Attention with rotary positions over whole heads, RMS norms, a SiLU-gated MLP, no biases but q, k and v's.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # What the kernels' hidden states may differ from transformers' on the same tokens, relative to their size:
 # rounding alone. transformers rounds to bfloat16 after every operation, the kernels do not.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -222,26 +221,26 @@ def _groups(widths: list[int], most: int, kv_heads: int, threads: int) -> list[i
 
 
 # An engine for each call of `generate` must not pack the same weights again.
-_packed: weakref.WeakKeyDictionary[Any, tuple[Any, _Packed]] = weakref.WeakKeyDictionary()
+_packed: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, _Packed]]] = weakref.WeakKeyDictionary()
 
 
 def _pack(model: Any, vector: int, int8: bool) -> _Packed:
     parameters = list(model.parameters())
     if any(parameter.is_inference() for parameter in parameters):
         return _Packed(model, vector, int8)
-    state = [int8, *((parameter.data_ptr(), parameter._version) for parameter in parameters)]
-    found = _packed.get(model)
-    if found is None or found[0] != state:
-        found = _packed[model] = (state, _Packed(model, vector, int8))
-    return found[1]
+    state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+    known = _packed.setdefault(model, {})  # the same model may be read in its own type and in int8
+    if int8 not in known or known[int8][0] != state:
+        known[int8] = (state, _Packed(model, vector, int8))
+    return known[int8][1]
 
 
 class NativeForward:
     """A model with its cache, on the CPU kernels.
 
     Args:
-        model: a causal LM of one of `FAMILIES`, float32 or bfloat16, on the CPU. It keeps its own weights;
-            the kernels read a packed copy of them.
+        model: a causal LM of one of `KERNEL_FAMILIES`, float32 or bfloat16, on the CPU. It keeps its own
+            weights; the kernels read a packed copy of them.
         rows, slots: size of the cache.
         int8: the packed copy is rounded to int8, and so is what it is multiplied with.
     Raises:
@@ -260,6 +259,7 @@ class NativeForward:
         if head_dim % vector:
             raise MarsError(f"its heads' size ({head_dim}) is no multiple of {vector}")
         self.model, self.device, self.dtype = model, torch.device("cpu"), torch.float32
+        self.weights = "int8" if int8 else str(model.dtype)
         self._embed = model.get_input_embeddings()
         self._weights = weights = _pack(model, vector, int8)
         kv_heads = config.num_key_value_heads
@@ -369,8 +369,10 @@ class NativeForward:
             raise MarsError("it is not on the CPU")
         if model.dtype not in TOLERANCE:
             raise MarsError(f"its weights are {str(model.dtype).removeprefix('torch.')}")
-        if config.model_type not in FAMILIES or config.hidden_act != "silu":
-            raise MarsError(f"the kernels know {', '.join(FAMILIES)} models, and this is {config.model_type}")
+        if config.model_type not in KERNEL_FAMILIES or config.hidden_act != "silu":
+            raise MarsError(
+                f"the kernels know {', '.join(KERNEL_FAMILIES)} models, and this is {config.model_type}"
+            )
         plain = torch.nn.Linear
         linears = [
             m for m in model.base_model.layers.modules() if not list(m.children()) and hasattr(m, "weight")
@@ -390,6 +392,8 @@ class NativeForward:
         ours = self.logits(self.hidden(Feed.of_one_row(ids)))
         with alone_with(self.model):
             theirs = self.model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float()
+        if not bool(theirs.isfinite().all()):
+            raise MarsError("its logits are no numbers, also from transformers' own modules")
         error = float((ours - theirs).norm() / theirs.norm())
         tolerance = INT8_TOLERANCE if self._weights.kind == _INT8 else TOLERANCE[self.model.dtype]
         if not error < tolerance:
