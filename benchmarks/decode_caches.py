@@ -151,14 +151,16 @@ class Caches(Part):
         ]
 
     def panels(self, result: Any) -> list[Panel]:
-        batches = list(dict.fromkeys(row["batch"] for row in result["speeds"]))
-        drawn = [
-            lambda axis, batch=batch: draw_batch(
-                axis, batch, [row for row in result["speeds"] if row["batch"] == batch]
-            )
-            for batch in batches
+        by_batch: dict[int, list[Row]] = {}
+        for row in result["speeds"]:
+            by_batch.setdefault(row["batch"], []).append(row)
+        drawn: list[Panel] = [
+            partial(draw_batch, batch=batch, rows=rows, what=what)
+            for what in ("speed_up", "tokens_per_forward")
+            for batch, rows in by_batch.items()
         ]
-        return [*drawn, lambda axis: draw_best(axis, result["best"])] if result["best"] else drawn
+        drawn.append(partial(draw_names, rows=result["speeds"]))
+        return [*drawn, partial(draw_best, rows=result["best"])] if result["best"] else drawn
 
 
 def warm_up(engine: Engine, ids: list[list[int]]) -> None:
@@ -195,27 +197,41 @@ def window_over_best(rates: dict[Cell, list[float]], trained: int) -> list[Row]:
     return rows
 
 
-def draw_batch(axis: Any, batch: int, rows: list[Row]) -> None:
-    """Speed-up against τ, a line for each cache."""
-    axis.axhline(1.0, color="grey", linewidth=0.8)
+LABELS = {"speed_up": "speed-up over one-token mode", "tokens_per_forward": "tokens per forward"}
+
+
+def lines(rows: list[Row]) -> list[tuple[str, dict[str, str], list[Row]]]:
+    """A line for each cache and B: its name, its looks (the same in every panel), and its rows."""
     widest = max(row["block_size"] for row in rows)
-    for cache, size in dict.fromkeys((row["cache"], row["block_size"]) for row in rows):
-        own = sorted(
-            (row["tau"], row["speed_up"])
-            for row in rows
-            if (row["cache"], row["block_size"]) == (cache, size)
+    every = list(dict.fromkeys((row["cache"], row["block_size"]) for row in rows))
+    colours = {cache: f"C{number}" for number, cache in enumerate(dict.fromkeys(c for c, _ in every))}
+    return [
+        (
+            ("no cache" if cache == NONE else cache) + (f", B = {size}" if size < widest else ""),
+            {"color": colours[cache], "linestyle": "--" if size < widest else "-", "marker": "o"},
+            [row for row in rows if (row["cache"], row["block_size"]) == (cache, size)],
         )
-        label = cache if cache != NONE else "no cache"
-        narrow = size < widest
-        axis.plot(
-            *zip(*own, strict=True),
-            "o--" if narrow else "o-",
-            label=f"{label}, B = {size}" if narrow else label,
-        )
+        for cache, size in every
+    ]
+
+
+def draw_batch(axis: Any, batch: int, rows: list[Row], what: str) -> None:
+    """One of `LABELS` against τ, a line for each cache."""
+    axis.axhline(1.0, color="grey", linewidth=0.8)
+    for _, looks, own in lines(rows):
+        points = sorted((row["tau"], row[what]) for row in own)
+        axis.plot(*zip(*points, strict=True), **looks)
     axis.set_title(f"batch {batch}")
     axis.set_xlabel("τ")
-    axis.set_ylabel("speed-up over one-token mode")
-    axis.legend(fontsize=7)
+    axis.set_ylabel(LABELS[what])
+
+
+def draw_names(axis: Any, rows: list[Row]) -> None:
+    """What each line is, where it hides none."""
+    axis.set_axis_off()
+    for name, looks, _ in lines(rows):
+        axis.plot([], [], label=name, **looks)
+    axis.legend(loc="center")
 
 
 def draw_best(axis: Any, rows: list[Row]) -> None:
