@@ -6,7 +6,8 @@
 
 scratch: a model of 5 million parameters on sums with written-out steps, three seeds; at most 3 hours on two
 cores. real: SmolLM2-135M-Instruct on sft/math.jsonl, one seed, as many steps as --steps says, asked as many
-problems as --test says.
+problems as --test says. Where so small a model solves next to nothing, the loss on held-out answers tells
+what accuracy can't.
 
 Prints the tables and what they say about each of the paper's claims; writes RESULTS.json, .md and .png. Every
 training and every evaluation is a job that leaves a mark when it is done: the same command goes on where it
@@ -21,6 +22,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +35,8 @@ from typing import Any
 RECIPES = Path(__file__).parents[1] / "recipes" / "study"
 CELLS = ("one-token", "lossy", "exact")
 TAU = 0.95
+HELD_OUT = 64  # GSM8K's test answers that the real part's losses are taken on
+PROMPTS = 16  # of its agreement with AR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +175,8 @@ class Study:
                 jobs.append(Job(name, (needs,), lambda s=seed, r=row: self.train(s, r)))  # type: ignore[misc]
                 if row.name == "ar":
                     jobs.append(Job(f"{seed}/heads", (name,), lambda s=seed: self.train_heads(s)))  # type: ignore[misc]
+                if self.part == "real":
+                    jobs.append(Job(f"{name}/loss", (name,), lambda s=seed, r=row: self.held_out(s, r)))  # type: ignore[misc]
                 wait = (name, f"{seed}/heads") if "medusa" in row.modes else (name,)
                 jobs.append(Job(f"{name}/scores", wait, lambda s=seed, r=row: self.score(s, r)))  # type: ignore[misc]
         return jobs
@@ -297,6 +303,40 @@ class Study:
         """A row's accuracy and speed in every mode."""
         return {mode: self._score(seed, row.name, mode) for mode in row.modes}
 
+    def held_out(self, seed: int, row: Row) -> dict[str, Any]:
+        """A row's loss as AR on held-out answers, and how much of its lossy text is what its AR would say.
+
+        Returns:
+            rows: [nats, tokens] of each answer; agreement: a share with its interval, of rows with masks.
+        """
+        import torch
+
+        from mars_lm import checkpoint as checkpoints
+        from mars_lm.evaluation.calibration import calibrate_lossy
+        from mars_lm.evaluation.text_rows import read_examples, read_prompts
+
+        texts = self.folder(seed, row.name) / "held-out.jsonl"
+        write_held_out(self.rows_folder / "gsm8k" / "test.jsonl", texts)
+        checkpoint = checkpoints.load(self.model(seed, row.name), dtype="float32")
+        rows = []
+        with torch.inference_mode():
+            for ids, start in read_examples(checkpoint, texts, length=512):
+                tokens = torch.tensor([ids])
+                labels = tokens.masked_fill(torch.arange(len(ids)) < start, -100)
+                rows.append(
+                    [
+                        float(checkpoint.model(tokens, labels=labels).loss) * (len(ids) - start),
+                        len(ids) - start,
+                    ]
+                )
+        if checkpoint.mars is None or row.recipe == "block-diffusion":
+            return {"rows": rows, "agreement": None}
+        asked = read_prompts(checkpoint, texts, limit=PROMPTS)
+        [measured] = calibrate_lossy(
+            checkpoint, asked, agreement=0.5, taus=[TAU], max_new_tokens=128, max_rows=self.size.decode_rows
+        ).rows
+        return {"rows": rows, "agreement": measured["agreement"]}
+
     def _score(self, seed: int, row: str, mode: str) -> dict[str, Any]:
         from mars_lm import checkpoint as checkpoints
         from mars_lm.evaluation.decoders import make_decoder, settings_for
@@ -366,6 +406,25 @@ class Study:
                     for mode in row.modes:
                         found.setdefault(row.name, {}).setdefault(mode, {})[seed] = kept[mode]
         return found
+
+    def losses(self) -> dict[str, dict[str, Any]]:
+        """By row: what `held_out` measured, of the first seed; of the rows that are finished."""
+        from mars_lm.evaluation.results import read_json
+
+        marks = {row.name: self.mark(f"{self.size.seeds[0]}/{row.name}/loss") for row in self.rows}
+        return {name: read_json(mark) for name, mark in marks.items() if mark.is_file()}
+
+
+def write_held_out(source: Path, target: Path) -> None:
+    """The last of GSM8K's test answers as conversations, without its calculator's notes (<<2*3=6>>), as
+    sft/math.jsonl has them."""
+    lines = source.read_bytes().splitlines()[-HELD_OUT:]
+    texts = []
+    for row in map(json.loads, lines):
+        answer = re.sub(r"<<[^>]*>>", "", row["answer"])
+        turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": answer}]
+        texts.append(json.dumps({"messages": turns}) + "\n")
+    target.write_text("".join(texts), encoding="utf-8")
 
 
 def _last_log(folder: Path) -> dict[str, Any]:
@@ -480,10 +539,10 @@ def report(study: Study, results: Path) -> None:
     from mars_lm.provenance import provenance
     from study_report import claims, picture, tables
 
-    found = study.results()
-    verdicts = claims(study, found, TAU)
+    found, losses = study.results(), study.losses()
+    verdicts = claims(study, found, TAU, losses)
     text = (
-        tables(study, found, TAU)
+        tables(study, found, TAU, losses)
         + "\n\n"
         + markdown(
             ["claim", "these runs", "figures"], [[v["claim"], v["verdict"], v["figures"]] for v in verdicts]
@@ -502,6 +561,9 @@ def report(study: Study, results: Path) -> None:
         {
             "size": dataclasses.asdict(study.size),
             "rows": found,
+            "losses": {
+                name: {"rows": kept["rows"], "agreement": kept["agreement"]} for name, kept in losses.items()
+            },
             "claims": verdicts,
             "jobs": {
                 name: {k: v for k, v in mark.items() if k != "provenance"} for name, mark in marks.items()

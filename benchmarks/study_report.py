@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mars_lm.evaluation.statistics import mean_and_spread
+from mars_lm.evaluation.statistics import Interval, bootstrap, mean_and_spread
 from mars_lm.evaluation.tables import markdown
+from mars_lm.rows import read_objects
 
 if TYPE_CHECKING:
     from study import Study
 
 Found = dict[str, Any]  # row -> mode -> seed -> {"score": ..., "speed": ...}
+Losses = dict[str, dict[str, Any]]  # row -> what Study.held_out gives
+FLOOR = 5.0  # percent; models that solve no more can't be told apart by what they solve
 
 
 def spread(values: list[float]) -> str:
@@ -20,7 +23,20 @@ def spread(values: list[float]) -> str:
     return f"{100 * mean:.1f} ± {100 * deviation:.1f}" if len(values) > 1 else f"{100 * mean:.1f}"
 
 
-def tables(study: Study, found: Found, tau: float) -> str:
+def nats(rows: list[list[float]]) -> float:
+    """Nats a token of answers [nats, tokens]."""
+    return sum(row[0] for row in rows) / sum(row[1] for row in rows)
+
+
+def difference(losses: Losses, one: str, other: str) -> Interval | None:
+    """Nats a token of one row's model above another's on the same answers, with its 95% interval."""
+    if one not in losses or other not in losses:
+        return None
+    pairs = list(zip(losses[one]["rows"], losses[other]["rows"], strict=True))
+    return bootstrap(pairs, lambda drawn: nats([a for a, _ in drawn]) - nats([b for _, b in drawn]))
+
+
+def tables(study: Study, found: Found, tau: float, losses: Losses) -> str:
     """The paper's tables 2 to 4 as far as the study has got, in Markdown."""
 
     def accuracy(row: str, mode: str) -> list[float]:
@@ -77,23 +93,63 @@ def tables(study: Study, found: Found, tau: float) -> str:
                 [[mode, shown("ar", mode), per_forward("ar", mode)] for mode in ("one-token", *drafters)],
             ),
         ]
+    if losses:
+        lines = []
+        for row in study.rows:
+            if row.name not in losses:
+                continue
+            apart, agreement = difference(losses, row.name, "ar"), losses[row.name]["agreement"]
+            shown_apart = "–"
+            if apart is not None and row.name != "ar":
+                shown_apart = f"{apart.value:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]"
+            held = "–" if agreement is None else Interval(**agreement).percent()
+            lines.append([row.title, f"{nats(losses[row.name]['rows']):.3f}", shown_apart, held])
+        answers = len(next(iter(losses.values()))["rows"])
+        text += [
+            "",
+            f"The models as AR on {answers} held-out answers, and the share of their own lossy text that "
+            "they would have written as AR:",
+            "",
+            markdown(
+                ["model", "nats a token", "above AR SFT [95%]", f"tau = {tau}: AR's own tokens, % [95%]"],
+                lines,
+            ),
+        ]
     return "\n".join(text)
 
 
-def claims(study: Study, found: Found, tau: float) -> list[dict[str, str]]:
+def claims(study: Study, found: Found, tau: float, losses: Losses) -> list[dict[str, str]]:
     """Each of the paper's claims: supported, contradicted or not decided by these runs, with the figures."""
 
     def values(row: str, mode: str = "one-token") -> list[float]:
         return [100 * kept["score"]["value"] for kept in found.get(row, {}).get(mode, {}).values()]
 
     def compare(
-        claim: str, better: list[float], worse: list[float], names: tuple[str, str]
+        claim: str, better: str, worse: str, names: tuple[str, str], worse_mode: str = "one-token"
     ) -> dict[str, str]:
-        """Whether one is as good as the other; a difference within the seeds' spread decides nothing."""
-        if not better or not worse:
+        """Whether one row is as good as the other; a difference within the seeds' spread decides nothing.
+
+        Rows that solve next to nothing are told apart by their losses.
+        """
+        apart = difference(losses, better, worse)
+        better_values, worse_values = values(better), values(worse, worse_mode)
+        if not better_values or not worse_values:
             return {"claim": claim, "verdict": "not run", "figures": ""}
-        (a, sa), (b, sb) = mean_and_spread(better), mean_and_spread(worse)
-        noise = max((sa**2 + sb**2) ** 0.5, 100 * (0.25 / study.size.test / len(better)) ** 0.5)
+        solved = f"{names[0]} {better_values[0]:.1f}%, {names[1]} {worse_values[0]:.1f}%"
+        if max(better_values + worse_values) <= FLOOR and (apart is None or worse_mode != "one-token"):
+            return {"claim": claim, "verdict": "can't tell", "figures": f"{solved}: next to nothing solved"}
+        if max(better_values + worse_values) <= FLOOR:
+            assert apart is not None
+            verdict = "supported" if apart.high < 0 else "contradicted" if apart.low > 0 else "can't tell"
+            return {
+                "claim": claim,
+                "verdict": verdict + ", by the loss" * (verdict != "can't tell"),
+                "figures": f"{names[0]} {nats(losses[better]['rows']):.3f} nats, "
+                f"{names[1]} {nats(losses[worse]['rows']):.3f} "
+                f"({apart.value:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]); {solved}",
+            }
+        (a, sa), (b, sb) = mean_and_spread(better_values), mean_and_spread(worse_values)
+        noise = max((sa**2 + sb**2) ** 0.5, 100 * (0.25 / study.size.test / len(better_values)) ** 0.5)
         verdict = "supported" if a - b > noise else "contradicted" if b - a > noise else "can't tell"
         return {
             "claim": claim,
@@ -102,40 +158,37 @@ def claims(study: Study, found: Found, tau: float) -> list[dict[str, str]]:
         }
 
     small, large = study.size.block_sizes[0], study.size.block_sizes[-1]
-    ar, mars = values("ar"), values(f"mars-{small}")
+    ar, mars = "ar", f"mars-{small}"
     out = []
     keeps = compare(f"MARS at tau 1 is at least as good as AR SFT (B={small})", mars, ar, ("MARS", "AR SFT"))
     if keeps["verdict"] == "can't tell":
         keeps["verdict"] = "supported (within the spread)"
     out.append(keeps)
-    out.append(
-        compare("MARS beats AR SFT trained twice as long", mars, values("ar-twice"), ("MARS", "AR twice"))
-    )
-    out.append(
-        compare("MARS beats AR SFT with the same compute", mars, values("ar-matched"), ("MARS", "AR matched"))
-    )
+    out.append(compare("MARS beats AR SFT trained twice as long", mars, "ar-twice", ("MARS", "AR twice")))
+    out.append(compare("MARS beats AR SFT with the same compute", mars, "ar-matched", ("MARS", "AR matched")))
     out.append(
         compare(
             "Block diffusion costs accuracy",
             ar,
-            values(f"block-diffusion-{small}", "block-diffusion-1"),
+            f"block-diffusion-{small}",
             ("AR SFT", "block diffusion"),
+            "block-diffusion-1",
         )
     )
     without = "mars-no-sft-{}"
     out.append(
         compare(
             f"Without the SFT loss accuracy falls from B={small} to B={large}",
-            values(without.format(small)),
-            values(without.format(large)),
+            without.format(small),
+            without.format(large),
             (f"B={small}", f"B={large}"),
         )
     )
     out.append(
         compare(
             f"With the SFT loss it does not (B={large} with against without)",
-            values(f"mars-{large}"),
-            values(without.format(large)),
+            f"mars-{large}",
+            without.format(large),
             ("with", "without"),
         )
     )
@@ -146,11 +199,17 @@ def claims(study: Study, found: Found, tau: float) -> list[dict[str, str]]:
             kept = found[row.name]["lossy"].values()
             rate = sum(k["speed"]["tokens"] for k in kept) / sum(k["speed"]["forwards"] for k in kept)
             verdict = "supported" if rate > 1.2 and change > -3 else "contradicted"
+            figures = f"{rate:.2f} tokens per forward, {change:+.1f} points"
+            if max(one + lossy) <= FLOOR:
+                verdict = "can't tell"
+                if row.name in losses:
+                    agreement = Interval(**losses[row.name]["agreement"]).percent()
+                    figures += f" where nothing is solved; {agreement}% of its tokens are its AR's own"
             out.append(
                 {
                     "claim": f"tau {tau} gives more tokens per forward for one or two points ({row.title})",
                     "verdict": verdict,
-                    "figures": f"{rate:.2f} tokens per forward, {change:+.1f} points",
+                    "figures": figures,
                 }
             )
     for row in study.rows:
@@ -160,14 +219,36 @@ def claims(study: Study, found: Found, tau: float) -> list[dict[str, str]]:
         if one and exact:
             kept = found[row.name]["exact"].values()
             rate = sum(k["speed"]["tokens"] for k in kept) / sum(k["speed"]["forwards"] for k in kept)
+            enough = study.part == "real" or rate > 2
+            same = same_texts(study, row.name)
             out.append(
                 {
-                    "claim": f"Exact mode: AR's accuracy, digit for digit, at more than 2 ({row.title})",
-                    "verdict": "supported" if one == exact and rate > 2 else "contradicted",
-                    "figures": f"accuracy {'equal' if one == exact else 'differs'}, {rate:.2f} a forward",
+                    "claim": "Exact mode: AR's accuracy, digit for digit"
+                    + f"{', at more than 2' * (study.part == 'scratch')} ({row.title})",
+                    "verdict": "supported" if one == exact and enough else "contradicted",
+                    "figures": f"accuracy {'equal' if one == exact else 'differs'}, {rate:.2f} a forward"
+                    + (f", {same[0]} of {same[1]} texts the same" if same else ""),
                 }
             )
     return out
+
+
+def same_texts(study: Study, row: str) -> tuple[int, int] | None:
+    """How many of a row's answers are the same in exact and in one-token mode; None: they were not kept."""
+    same = every = 0
+    for seed in study.size.seeds:
+        files = [
+            sorted((study.folder(seed, row) / "scores" / mode / "samples").glob("*.jsonl"))
+            for mode in ("one-token", "exact")
+        ]
+        for one, exact in zip(*files, strict=False):
+            # A sample stands there once for each of the task's filters.
+            texts, others = (
+                {(row["task"], row["doc_id"]): row["resps"] for _, row in read_objects(file)}
+                for file in (one, exact)
+            )
+            same, every = same + sum(texts[key] == others.get(key) for key in texts), every + len(texts)
+    return (same, every) if every else None
 
 
 def picture(study: Study, found: Found, path: Path) -> None:

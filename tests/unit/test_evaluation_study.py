@@ -137,8 +137,8 @@ def kept(value: float, rate: float = 1.0) -> dict:
 
 def test_what_the_tables_say_about_the_claims() -> None:
     study = studies.Study("scratch", studies.SIZES["scratch"], Path(), None)
-    assert {v["verdict"] for v in study_report.claims(study, {}, 0.95)} == {"not run"}
-    assert "not run" in study_report.tables(study, {}, 0.95)
+    assert {v["verdict"] for v in study_report.claims(study, {}, 0.95, {})} == {"not run"}
+    assert "not run" in study_report.tables(study, {}, 0.95, {})
 
     def seeds(*values: float, rate: float = 1.0) -> dict:
         return {seed: kept(value, rate) for seed, value in enumerate(values)}
@@ -160,7 +160,7 @@ def test_what_the_tables_say_about_the_claims() -> None:
         "mars-no-sft-4": {"one-token": seeds(0.95, 0.95, 0.95)},
         "mars-no-sft-16": {"one-token": seeds(0.6, 0.7, 0.65)},
     }
-    verdicts = {v["claim"]: v["verdict"] for v in study_report.claims(study, found, 0.95)}
+    verdicts = {v["claim"]: v["verdict"] for v in study_report.claims(study, found, 0.95, {})}
     assert verdicts["MARS at tau 1 is at least as good as AR SFT (B=4)"] == "supported (within the spread)"
     assert verdicts["MARS beats AR SFT trained twice as long"] == "supported"
     assert verdicts["MARS beats AR SFT with the same compute"] == "not run"
@@ -172,6 +172,73 @@ def test_what_the_tables_say_about_the_claims() -> None:
     exact = {claim: v for claim, v in verdicts.items() if claim.startswith("Exact mode")}
     assert exact["Exact mode: AR's accuracy, digit for digit, at more than 2 (MARS, B=4)"] == "supported"
     assert exact["Exact mode: AR's accuracy, digit for digit, at more than 2 (MARS, B=16)"] == "contradicted"
-    table = study_report.tables(study, found, 0.95)
+    table = study_report.tables(study, found, 0.95, {})
     assert "96.5 ± 0.5" in table
     assert "1.80" in table
+
+
+def test_rows_that_solve_nothing_are_told_apart_by_their_losses() -> None:
+    study = studies.Study("real", studies.SIZES["real"], Path(), None)
+    draw = random.Random(0)
+    base = [[draw.uniform(80, 120), 100] for _ in range(64)]
+
+    def loss(shift: float, agreement: float | None = None) -> dict:
+        rows = [[row[0] + 100 * shift + draw.uniform(-1, 1), row[1]] for row in base]
+        interval = None
+        if agreement is not None:
+            interval = {"value": agreement, "low": agreement - 0.01, "high": agreement + 0.01}
+        return {"rows": rows, "agreement": interval}
+
+    one = {0: kept(0.0)}
+    found = {name: {"one-token": one} for name in ("ar", "ar-twice", "ar-matched", "mars-no-sft-8")}
+    found["mars-4"] = {"one-token": one, "lossy": {0: kept(0.0, 1.5)}, "exact": {0: kept(0.0, 1.4)}}
+    found["mars-8"] = {"one-token": one}
+    found["block-diffusion-4"] = {"block-diffusion-1": one}
+    losses = {
+        "ar": loss(0.0),
+        "ar-twice": loss(0.03),
+        "ar-matched": loss(-0.03),
+        "mars-4": loss(0.0, 0.97),
+        "mars-8": loss(0.0, 0.9),
+        "mars-no-sft-8": loss(1.0, 0.5),
+    }
+    verdicts = {v["claim"]: v for v in study_report.claims(study, found, 0.95, losses)}
+    assert verdicts["MARS beats AR SFT trained twice as long"]["verdict"] == "supported, by the loss"
+    assert verdicts["MARS beats AR SFT with the same compute"]["verdict"] == "contradicted, by the loss"
+    keeps = verdicts["MARS at tau 1 is at least as good as AR SFT (B=4)"]["verdict"]
+    assert keeps == "supported (within the spread)"
+    with_loss = verdicts["With the SFT loss it does not (B=8 with against without)"]
+    assert with_loss["verdict"] == "supported, by the loss"
+    assert verdicts["Block diffusion costs accuracy"]["verdict"] == "can't tell"
+    lossy = verdicts["tau 0.95 gives more tokens per forward for one or two points (MARS, B=4)"]
+    assert lossy["verdict"] == "can't tell"
+    assert "97.0 [96.0, 98.0]% of its tokens" in lossy["figures"]
+    exact = verdicts[
+        "Exact mode: AR's accuracy, digit for digit (MARS, B=4)"
+    ]  # of so little training, no rate
+    assert (exact["verdict"], exact["figures"]) == ("supported", "accuracy equal, 1.40 a forward")
+    table = study_report.tables(study, found, 0.95, losses)
+    assert "| MARS without SFT loss, B=8" in table.split("held-out answers")[1]
+
+
+def test_held_out_answers_are_written_as_the_training_rows_are(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"q{i}", "answer": f"2*{i} = <<2*{i}={2 * i}>>{2 * i}\n#### {2 * i}"} for i in range(70)
+    ]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    studies.write_held_out(tmp_path / "test.jsonl", tmp_path / "out.jsonl")
+    written = [json.loads(line)["messages"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(written) == studies.HELD_OUT == 64
+    assert written[0][0] == {"role": "user", "content": "q6"}
+    assert written[-1][1] == {"role": "assistant", "content": "2*69 = 138\n#### 138"}
+
+
+def test_texts_of_exact_and_one_token_mode_are_compared(tmp_path: Path) -> None:
+    study = studies.Study("real", studies.SIZES["real"], tmp_path, None)
+    assert study_report.same_texts(study, "mars-4") is None
+    for mode, texts in (("one-token", ["a", "b", "c"]), ("exact", ["a", "x", "c"])):
+        file = study.folder(0, "mars-4") / "scores" / mode / "samples" / "gsm8k.jsonl"
+        file.parent.mkdir(parents=True)
+        rows = [{"task": "gsm8k", "doc_id": i, "resps": [[text]]} for i, text in enumerate(texts)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows for _ in ("strict", "flexible")))
+    assert study_report.same_texts(study, "mars-4") == (2, 3)
