@@ -56,6 +56,9 @@ class TestSettings:
         assert resolve(knob, {"exact": 1}).tau == 0  # exact mode's own default
         assert mine.adaptive
         assert not resolve(knob, {"adaptive": 0}).adaptive
+        fixed = MarsSettings(mask_token_id=16, block_size=4, decoding={"adaptive": False})
+        assert not resolve(make_knob(fixed, {}), None).adaptive  # the checkpoint's own default
+        assert resolve(make_knob(fixed, {"adaptive": True}), None).adaptive
 
     @pytest.mark.parametrize(
         "extra", [{"tau": 3}, {"exact": "maybe"}, {"adaptive": 2}, {"block_size": 9}, {"rule": "best"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -52,7 +53,9 @@ def make_knob(mars: MarsSettings | None, named: Mapping[str, Any]) -> Knob:
         MarsError: a value is out of range.
     """
     chosen = {key: value for key, value in named.items() if key in FIELDS}
-    settings = decoding_settings(mars, {"adaptive": True, **chosen})  # in lossy mode as well
+    settings = decoding_settings(mars, chosen)
+    if settings.adaptive is None:
+        settings = dataclasses.replace(settings, adaptive=True)  # in lossy mode as well
     defaults = Defaults(**{field: getattr(settings, field) for field in FIELDS})
     return Knob(defaults, None if mars is None else mars.block_size)
 
