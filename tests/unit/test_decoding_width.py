@@ -177,13 +177,32 @@ def test_lossy_drafts_are_counted_by_rule_and_threshold():
         for tau in (0.0, 0.5, 0.9, 1.0)
     ]
     assert len({0, *kinds}) == 1 + len(kinds)
-    assert draft_kind(DecodingSettings(tau=0.9)) == draft_kind(DecodingSettings()) == 0
+    assert draft_kind(DecodingSettings()) == 0  # what a choice without kinds takes
+    assert 0 < draft_kind(DecodingSettings(tau=0.9)) < min(kinds)
     assert draft_kind(DecodingSettings(exact=False, tau=0.9)) == draft_kind(LOSSY)
     assert max(draft_kind(DecodingSettings(exact=False, rule="entropy", tau=t)) for t in (2, 1e9)) < KINDS
     chooser = width(0.0)
     chooser.learn(np.array([0, kinds[1]]), np.array([3, 3]), np.array([0, 3]))
     share = chooser.hits / chooser.tries
     assert share[0, 0] < share[kinds[2], 0] < share[kinds[1], 0]
+
+
+def test_guesses_that_the_rule_keeps_out_of_the_draft_were_masks_for_nothing():
+    """With a τ that no guess reaches, exact mode drafts nothing: it learns that its masks bring nothing."""
+    checkpoint = tiny_checkpoint("llama", seed=3)
+    engine = Engine(checkpoint, max_rows=1)
+    settings = DecodingSettings(tau=0.999, max_new_tokens=150, ignore_eos=True)
+    number = engine.add([5, 6, 7], settings)
+    placed = []
+    while engine.has_work:
+        engine._width.cost = ForwardCost({n: 1 + 0.1 * n for n in (1, 8, 32)})
+        before = engine.result(number).masks
+        engine.step()
+        placed.append(engine._find(number).result.masks - before if engine.has_work else 0)
+    kind = draft_kind(settings)
+    assert engine._width.hits[kind, 0] / engine._width.tries[kind, 0] < 0.4
+    assert sum(placed[:10]) > 0
+    assert sum(placed[100:]) <= 3 * 50 / PROBE_EVERY + 3
 
 
 def test_lossy_rows_adapt_where_asked_and_learn_what_passes():

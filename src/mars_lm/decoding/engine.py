@@ -255,7 +255,7 @@ class Engine:
             row = self._row_of.index(request)
             self._set_mode(row, settings)
             if not settings.exact:
-                self._state.drafted[row] = 0  # nobody would verify it
+                self._state.drafted[row] = self._state.offered[row] = 0  # nobody would verify it
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -374,7 +374,7 @@ class Engine:
             state.active[row] = True
             state.tokens[row, :length] = request.prompt_ids
             state.prompt[row] = state.length[row] = length
-            state.cached[row], state.drafted[row] = shared, 0
+            state.cached[row], state.drafted[row], state.offered[row] = shared, 0, 0
             state.limit[row] = min(length + settings.max_new_tokens, self.max_length)
             state.fence[row] = length + (self._commit_block or NEVER)
             self._set_mode(row, settings)

@@ -29,9 +29,10 @@ PROBE_EVERY = 32
 # rarely the more it seems to lose (a share of the step's tokens), and never beyond `DEAR`: else a size that
 # once seemed slow would not be seen again. `REGRET` of all tokens is what this may lose.
 REGRET, DEAR = 0.005, 0.4
-# Kinds of drafts, whose fates are counted apart: exact mode's, and those of each lossy rule by τ, in steps.
+# Kinds of drafts, whose fates are counted apart: of exact and of lossy mode, by rule, and by τ in steps.
 TAU_STEP, TAU_STEPS = 0.05, 32
-KINDS = 1 + TAU_STEPS * len(RULES)
+LOSSY = TAU_STEPS * len(RULES)  # the first of lossy mode
+KINDS = 2 * LOSSY
 # What is believed of a draft before any was seen, and how many seen ones weigh as much as this belief.
 PRIOR, PRIOR_WEIGHT = 0.65, 8.0
 # Tokens of the forwards that are timed at the start; their costs need not lie on a line.
@@ -117,7 +118,7 @@ class AdaptiveWidth:
             drafted: int64 [R], the draft's length now.
             adapts: bool [R], the rows whose groups may be smaller.
             clean: tokens of the forward without masks.
-            kinds: int64 [R], each row's `draft_kind`; None: all are exact.
+            kinds: int64 [R], each row's `draft_kind`; None: all are of exact mode that drafts every guess.
             trusted: int64 [R], how many of its clean tokens came from masks (lossy rows); None: none.
             prompt: so many of these are there once, to prefill; the others are what a decoding step feeds.
             rows: rows that get a token from the forward; None: all R.
@@ -145,7 +146,7 @@ class AdaptiveWidth:
         gain = (worth[..., None] * placed).sum(axis=(0, 1, 2))
         # The next forward feeds the drafts that these masks will leave, in the place of today's: in exact
         # mode all guesses, in lossy mode those that held.
-        left = np.where((kind == 0)[:, None, None], outcome[:, :, None], worth)
+        left = np.where((kind < LOSSY)[:, None, None], outcome[:, :, None], worth)
         drafts = (left[..., None] * placed).sum(axis=(0, 1, 2))
         clean -= int(j.sum()) + (0 if trusted is None else int(trusted[adapts].sum()))
         tokens = clean + groups[~adapts].sum() + masks + drafts
@@ -194,11 +195,9 @@ class AdaptiveWidth:
 
 
 def draft_kind(settings: DecodingSettings) -> int:
-    """With which others' drafts a request's are counted: 0 in exact mode, else by rule and rounded τ."""
-    if settings.exact:
-        return 0
+    """With which others' drafts a request's are counted, of `KINDS`: by mode, rule and rounded τ."""
     step = min(round(settings.tau / TAU_STEP), TAU_STEPS - 1)
-    return 1 + RULES.index(settings.rule) * TAU_STEPS + step
+    return (0 if settings.exact else LOSSY) + RULES.index(settings.rule) * TAU_STEPS + step
 
 
 _costs: weakref.WeakKeyDictionary[Any, dict[Any, ForwardCost]] = weakref.WeakKeyDictionary()

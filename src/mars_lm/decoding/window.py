@@ -45,6 +45,7 @@ class Rows:
         self.exact = np.zeros(rows, dtype=bool)
         self.recovery = np.zeros(rows, dtype=bool)
         self.adaptive = np.zeros(rows, dtype=bool)
+        self.offered = np.zeros(rows, dtype=np.int64)  # masks that the draft came from, those that failed too
         self.kind = np.zeros(rows, dtype=np.int64)  # which drafts the row's are like: `width.draft_kind`
         self.rule = np.zeros(rows, dtype=np.int8)
         self.tau = np.zeros(rows, dtype=np.float64)
@@ -89,8 +90,8 @@ class Commit:
     masks: Ints  # [R'] that the forward held of the row
     drafted: Ints  # [R'] draft tokens that it verified
     rejected: Ints  # [R'] draft tokens that AR did not confirm
-    offered: Ints  # [R'] tokens that could have held: the draft's, or in lossy mode the masks' guesses
-    held: Ints  # [R'] of these, from the left: AR confirmed them, or they passed the row's rule
+    offered: Ints  # [R'] masks whose guesses could have held: in exact mode those before the draft
+    held: Ints  # [R'] of these, from the left: AR confirmed them, or in lossy mode they passed the rule
     logprobs: dict[int, list[TokenLogprob]]  # of the committed tokens, by index in `rows`; for who asked
 
 
@@ -260,7 +261,9 @@ class Decoder:
                 behind = torch.from_numpy((np.cumsum(size) - size)[i] + own[1:] - 1).to(first.device)
                 said = torch.cat([said[:1], logits[behind]])
             logprobs[i] = _logprobs(said, tokens[i, : count[i]], int(state.wishes.logprobs[rows[i]]))
-        offered, held = np.where(exact, j, size), np.where(exact, agreed, run)
+        # A guess that the rule kept out of the draft was a mask for nothing, as one that AR rejects is.
+        offered, held = np.where(exact, state.offered[rows], size), np.where(exact, agreed, run)
+        state.offered[rows] = np.where(exact, np.minimum(size, np.maximum(limit - length - 1, 0)), 0)
         return Commit(
             rows,
             tokens,
