@@ -481,8 +481,13 @@ def picture(path: Path, result: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(4, 1, figsize=(9, 11))
-    for name, row in result.get("burst", {}).items():
+    burst, knobs = result.get("burst", {}), result.get("knob", ())
+    panels = 3 * bool(burst) + bool(knobs)
+    if not panels:
+        return
+    figure, grid = plt.subplots(panels, 1, figsize=(9, 2.75 * panels), squeeze=False)
+    axes = list(grid[:, 0])
+    for name, row in burst.items():
         colour = "tab:grey" if "without" in name else "tab:orange" if "lossy" in name else "tab:green"
         samples = row["samples"]
         at = [sample[0] for sample in samples]
@@ -493,22 +498,22 @@ def picture(path: Path, result: dict[str, Any]) -> None:
             (b[4] - a[4]) / (b[0] - a[0]) for a, b in zip(samples, samples[4:], strict=False)
         ]  # over about a second
         axes[2].plot(at[4:], rates, style, color=colour)
-    for axis, label in zip(axes, ("default tau", "queue", "tokens per second"), strict=False):
-        axis.set_ylabel(label)
-        axis.set_xlabel("seconds")
-    if result.get("burst"):
+    if burst:
+        for axis, label in zip(axes, ("default tau", "queue", "tokens per second"), strict=False):
+            axis.set_ylabel(label)
+            axis.set_xlabel("seconds")
         axes[0].legend()
-    for row, colour in zip(result.get("knob", ()), ("tab:blue", "tab:green"), strict=False):
+    for row, colour in zip(knobs, ("tab:blue", "tab:green"), strict=False):
         for number, turn in enumerate(row["tokens of the forwards around it"]):
             tokens = turn["before"] + turn["after"]
             forwards = range(1 - len(turn["before"]), len(turn["after"]) + 1)
             label = None if number else row["mode"]
-            axes[3].plot(forwards, tokens, "o-", markersize=3, color=colour, alpha=0.6, label=label)
-    if result.get("knob"):
-        axes[3].legend()
-    axes[3].axvline(0.5, color="tab:red", linewidth=0.8)
-    axes[3].set_ylabel("tokens of a forward, 4 streams")
-    axes[3].set_xlabel("forward, from tau's move from 1.0 to 0.6 on")
+            axes[-1].plot(forwards, tokens, "o-", markersize=3, color=colour, alpha=0.6, label=label)
+    if knobs:
+        axes[-1].legend()
+        axes[-1].axvline(0.5, color="tab:red", linewidth=0.8)
+        axes[-1].set_ylabel("tokens of a forward, 4 streams")
+        axes[-1].set_xlabel("forward, from tau's move from 1.0 to 0.6 on")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
