@@ -280,6 +280,13 @@ class TestLifecycle:
         asked = prompts(8, seed=13)
         assert run(start({}), asked, sampling(100)) == run(plain, asked, sampling(100))
 
+    def test_guesses_below_tau_were_masks_for_nothing(self, start: Start) -> None:
+        llm = start({"exact": True, "tau": 1 - 1e-9, "adaptive": False})
+        run(llm, prompts(2, seed=5), sampling(60))
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler._widths._worth[True][0] < 0.3  # it began at 0.8
+        assert not scheduler._offered
+
     def test_an_ordinary_model_runs_as_in_plain_vllm(self, start: Start, plain: Any, tmp_path: Path) -> None:
         made = agreeable()
         made.model.config.mars = None

@@ -43,6 +43,7 @@ class MarsScheduler(Scheduler):
         self._defaults = LiveDefaults.of(config, self._mars)
         self._drafted: dict[str, int] = {}  # drafts among a request's speculative tokens
         self._groups: dict[str, plan.MaskGroup] = {}  # the masks behind them
+        self._offered: dict[str, int] = {}  # masks that a request's drafts came from, or would have
         self._running_plan: plan.StepPlan = {}
         self._started = 0.0  # when the workers got the step at hand; 0 if it does more than decode
         self._widths: WidthController | None = None
@@ -156,8 +157,12 @@ class MarsScheduler(Scheduler):
                 from_masks[name] = max(accepted - drafts, 0)
                 if self._widths is not None:
                     self._widths.observe_accepted(False, group.masks, from_masks[name])
-            elif drafts and self._widths is not None:
-                self._widths.observe_accepted(True, drafts, min(accepted, drafts))
+            elif self._widths is not None:
+                # A guess that the rule kept out of the draft was a mask for nothing, as a rejected one is.
+                if offered := self._offered.pop(name, 0):
+                    self._widths.observe_accepted(True, offered, min(accepted, drafts))
+                if group is not None and accepted >= drafts:
+                    self._offered[name] = group.masks
         return from_masks
 
     def make_spec_decoding_stats(
@@ -181,6 +186,7 @@ class MarsScheduler(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._drafted.pop(request.request_id, None)
         self._groups.pop(request.request_id, None)
+        self._offered.pop(request.request_id, None)
         self._defaults.forget(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 

@@ -69,14 +69,14 @@ class WidthController:
     def __init__(self, widest: int) -> None:
         self.widest = widest
         self.cost = StepCost()
-        # Share of drafts (exact) or of masks (lossy) of which at least the first i were accepted; a hopeful
-        # start, so that every width is tried while requests are few.
+        # Share of mask groups of which at least the first i guesses were accepted; a hopeful start, so that
+        # every width is tried while requests are few.
         self._worth = {exact: [0.8 ** (i + 1) for i in range(widest)] for exact in (True, False)}
         self._in_use = {True: widest, False: widest}
         self._idle = 0
 
     def observe_accepted(self, exact: bool, offered: int, accepted: int) -> None:
-        """How many of the drafts (exact) or masks (lossy) offered together were accepted."""
+        """How many guesses of the masks offered together were accepted."""
         worth = self._worth[exact]
         for i in range(min(offered, self.widest)):
             worth[i] += 0.02 * ((accepted > i) - worth[i])
