@@ -136,10 +136,13 @@ def claims(study: Study, found: Found, tau: float, losses: Losses) -> list[dict[
         if not better_values or not worse_values:
             return {"claim": claim, "verdict": "not run", "figures": ""}
         solved = f"{names[0]} {better_values[0]:.1f}%, {names[1]} {worse_values[0]:.1f}%"
-        if max(better_values + worse_values) <= FLOOR and (apart is None or worse_mode != "one-token"):
-            return {"claim": claim, "verdict": "can't tell", "figures": f"{solved}: next to nothing solved"}
         if max(better_values + worse_values) <= FLOOR:
-            assert apart is not None
+            if apart is None or worse_mode != "one-token":
+                return {
+                    "claim": claim,
+                    "verdict": "can't tell",
+                    "figures": f"{solved}: next to nothing solved",
+                }
             verdict = "supported" if apart.high < 0 else "contradicted" if apart.low > 0 else "can't tell"
             return {
                 "claim": claim,

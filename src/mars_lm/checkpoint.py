@@ -50,7 +50,7 @@ __all__ = [
 DEFAULT_ADAPTER = Path(__file__).parent / "data" / "smollm2-135m-instruct-mars"
 
 INT8 = "int8"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Top-level files that a save replaces. Whatever else lies in the folder is the user's and stays.
 _CHECKPOINT_FILES = re.compile(
     r"(config|generation_config|mars|provenance|adapter_config|special_tokens_map|added_tokens|vocab)\.json"
@@ -233,10 +233,10 @@ def save_adapter(
     Raises:
         MarsError: no space, or no permission; the old folder is then as it was.
     """
-    if dtype not in _DTYPES:
-        raise MarsError(f"dtype is {dtype!r}, expected one of {', '.join(_DTYPES)}.")
+    if dtype not in DTYPES:
+        raise MarsError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
     with _replaced(directory) as temporary:
-        write_adapter(peft_model, mars, provenance, temporary, dtype=_DTYPES[dtype])
+        write_adapter(peft_model, mars, provenance, temporary, dtype=DTYPES[dtype])
 
 
 @contextlib.contextmanager
@@ -273,14 +273,14 @@ def _device(device: str | None, dtype: str) -> torch.device:
 
 def _dtype(dtype: str, place: torch.device, *, gguf: bool = False) -> Any:
     """The torch type that a name means on a device, or "auto" for the checkpoint's own."""
-    if dtype in _DTYPES:
-        return _DTYPES[dtype]
+    if dtype in DTYPES:
+        return DTYPES[dtype]
     if dtype == INT8 and place.type != "cpu":
         raise MarsError(f"dtype is int8, which runs on a CPU, and the device is {place}: name another dtype.")
     if dtype == INT8:
         return torch.float32
     if dtype != "auto":
-        raise MarsError(f"dtype is {dtype!r}, expected one of auto, {', '.join(_DTYPES)}, {INT8}.")
+        raise MarsError(f"dtype is {dtype!r}, expected one of auto, {', '.join(DTYPES)}, {INT8}.")
     if place.type == "cpu":
         return torch.bfloat16 if cpu_computes_bfloat16() else torch.float32
     # A GGUF file's own type is a quantised one, unpacked to float32: no type to compute in on a GPU.

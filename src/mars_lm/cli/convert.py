@@ -44,9 +44,9 @@ def convert(
     from mars_lm import checkpoint as checkpoints
 
     quiet_libraries()
-    if dtype not in (None, "auto", "float32", "bfloat16", "float16"):
+    if dtype not in (None, "auto", *checkpoints.DTYPES):
         raise MarsError(
-            f"--dtype is {dtype!r}, and what can be written is float32, bfloat16 or float16"
+            f"--dtype is {dtype!r}, and what can be written is {', '.join(checkpoints.DTYPES)}"
             + ("; load that with --dtype int8." if dtype == checkpoints.INT8 else ".")
         )
     loaded = checkpoints.load(source, adapter=adapter, dtype=dtype or _stored_dtype(source))

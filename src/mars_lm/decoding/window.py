@@ -88,7 +88,6 @@ class Commit:
     broken: np.ndarray  # bool [R']: the logits were no numbers; nothing is committed
     stuck: np.ndarray  # bool [R']: behind what was committed, the row's wishes leave no token to choose
     masks: Ints  # [R'] that the forward held of the row
-    drafted: Ints  # [R'] draft tokens that it verified
     rejected: Ints  # [R'] draft tokens that AR did not confirm
     offered: Ints  # [R'] masks whose guesses could have held: in exact mode those before the draft
     held: Ints  # [R'] of these, from the left: AR confirmed them, or in lossy mode they passed the rule
@@ -244,7 +243,8 @@ class Decoder:
         state.tokens[np.repeat(rows, count), (n[:, None] + column)[chosen]] = tokens[chosen]
         state.cached[rows] = np.where(exact, n + agreed, n)
         state.length[rows] = length = n + count
-        drafted = np.where(exact, np.minimum(run, np.maximum(limit - length - 1, 0)), 0)
+        room = np.where(exact, np.maximum(limit - length - 1, 0), 0)  # a budget's last token is never a draft
+        drafted = np.minimum(run, room)
         state.drafted[rows] = drafted
         if guesses.shape[1]:
             column = np.arange(guesses.shape[1])
@@ -263,7 +263,7 @@ class Decoder:
             logprobs[i] = _logprobs(said, tokens[i, : count[i]], int(state.wishes.logprobs[rows[i]]))
         # A guess that the rule kept out of the draft was a mask for nothing, as one that AR rejects is.
         offered, held = np.where(exact, state.offered[rows], size), np.where(exact, agreed, run)
-        state.offered[rows] = np.where(exact, np.minimum(size, np.maximum(limit - length - 1, 0)), 0)
+        state.offered[rows] = np.minimum(size, room)
         return Commit(
             rows,
             tokens,
@@ -273,7 +273,6 @@ class Decoder:
             broken,
             stuck,
             masks=groups.sum(axis=1),
-            drafted=j,
             rejected=j - agreed,
             offered=offered,
             held=held,

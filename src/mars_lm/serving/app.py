@@ -450,10 +450,10 @@ def _model(server: Server) -> dict[str, Any]:
 
 
 def _settings(knob: Knob) -> dict[str, Any]:
-    controller = knob.controller
+    controller, defaults = knob.controller, dataclasses.asdict(knob.defaults)
     return {
-        **dataclasses.asdict(knob.defaults),
-        "adaptive": DecodingSettings(**dataclasses.asdict(knob.defaults)).adapts,
+        **defaults,
+        "adaptive": DecodingSettings(**defaults).adapts,
         "trained_block_size": knob.trained_block_size,
         "controller": None if controller is None else knob.controller_on,
         "tau_range": None if controller is None else [controller.low, controller.high],
