@@ -167,7 +167,7 @@ class _Packed:
         return self._keep(weight.detach().float())
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
-        """[n, k] -> panels [n / 2V, k, 2V], the last filled with zeros.
+        """[n, k] -> panels [n / 2V, k, 2V], the last filled with zeros, and k up to whole vectors.
 
         bfloat16: [n / 2V, k / 2, 2V, 2]; int8: [n / 2V, k / 4, 2V, 4], and scales [n / 2V, k / GROUP, 2V].
         """
@@ -182,14 +182,13 @@ class _Packed:
                 torch.nn.functional.pad(scales, padding).unflatten(0, (-1, panel)).transpose(1, 2)
             )
         else:
-            if k % 2:
-                raise MarsError(f"its hidden size ({k}) is odd")
-            padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -n % panel)).to(self.dtype)
+            padding = (0, -k % self.vector, 0, -n % panel)
+            padded = torch.nn.functional.pad(weight.detach(), padding).to(self.dtype)
             packed = padded.unflatten(0, (-1, panel)).transpose(1, 2)
             if self.kind == _BFLOAT16:
                 packed = packed.unflatten(1, (-1, 2)).transpose(2, 3)
         kept_bias = None if bias is None else self._vector(bias)
-        return _Linear(w=self._keep(packed), scale=scale, bias=kept_bias, k=k, n=n)
+        return _Linear(w=self._keep(packed), scale=scale, bias=kept_bias, k=k + -k % self.vector, n=n)
 
     def _rotations(self, model: Any) -> tuple[int, int]:
         """The model's own cosines and sines of every position of its context, [positions, head_dim / 2]."""
@@ -322,11 +321,12 @@ class NativeForward:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
         hidden, head, threads = hidden.contiguous(), self._weights.head, self._threads
-        logits, scratch = torch.empty(len(hidden), head.n), torch.empty_like(hidden)
+        logits, scratch = torch.empty(len(hidden), head.n), torch.empty(len(hidden), head.k)
         self._library.mars_linear(
             ctypes.byref(head),
             _Int(self._weights.kind),
             _Pointer(hidden.data_ptr()),
+            _Int(hidden.shape[1]),
             _Int(len(hidden)),
             _Pointer(logits.data_ptr()),
             _Pointer(scratch.data_ptr()),
@@ -352,7 +352,7 @@ class NativeForward:
             self._scratch = [
                 torch.empty(tokens, width)
                 for width in (
-                    max(model.hidden, model.intermediate // 2) if model.weights == _INT8 else model.hidden,
+                    max(self._layers[0].qkv.k, model.intermediate // 2 if model.weights == _INT8 else 0),
                     heads * model.head_dim,
                     model.q_heads * model.head_dim,
                     model.intermediate,

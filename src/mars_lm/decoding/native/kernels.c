@@ -39,6 +39,7 @@
 #define PASSES 4   /* passes that share a block of weights while it is in the first cache */
 #define BLOCK 128  /* k of such a block, a multiple of GROUP */
 #define GROUP 64   /* k that share a scale, where weights are int8 */
+#define WORDS (GROUP / 4) /* of four bytes */
 #define TILE 64    /* slots whose weights lie beside each other in one pass over the values */
 #define AHEAD 12288 /* bytes to fetch ahead of the pass: measured, flat between 8192 and 16384 */
 
@@ -79,7 +80,7 @@ typedef struct {
   const void *w;
   const float *scale; /* int8: [panels][k / GROUP][PANEL] */
   const float *bias;  /* [n] or null */
-  int64_t k, n;       /* k even, int8: a multiple of GROUP; n: outputs, for SWIGLU gate and up together */
+  int64_t k, n;       /* k a multiple of V, int8: of GROUP; n: outputs, for SWIGLU gate and up together */
 } Linear;
 
 /* Half of the weights of one k. A float32 panel has a row for each k; a bfloat16 panel one for each two, the
@@ -92,24 +93,26 @@ static inline vf load_bf16(const char *w, int odd, int half) {
   return odd ? (vf)(pair & 0xffff0000u) : (vf)(pair << 16);
 }
 
-/* out[m][0..1] += sum over k, which is even, of x[k][m] * panel[k], for M tokens; fetches `next`, `step` bytes
- * further for each k, into the second cache: the first one is full of x. */
+/* out[m][0..1] += sum over k, a multiple of V, of x[k / V][m][V] * panel[k], for M tokens; fetches `next`, `step`
+ * bytes further for each k, into the second cache: the first one is full of x. */
 #define PANEL_PRODUCT(TYPE, M)                                                                               \
   static void panel_##TYPE##_##M(const float *x, const char *w, int64_t k, const char *next, int64_t step,   \
                                  vf (*out)[2]) {                                                             \
     vf acc[M][2];                                                                                            \
     for (int m = 0; m < M; m++) acc[m][0] = out[m][0], acc[m][1] = out[m][1];                                \
-    for (int64_t i = 0; i < k; i += 2, x += 2 * M, w += 2 * PANEL * sizeof_##TYPE, next += 2 * step) {       \
-      for (int line = 0; line < 2 * PANEL * sizeof_##TYPE; line += 64) __builtin_prefetch(next + line, 0, 2);\
-      _Pragma("GCC unroll 2") for (int odd = 0; odd < 2; odd++) {                                            \
-        vf w0 = load_##TYPE(w, odd, 0), w1 = load_##TYPE(w, odd, 1);                                         \
-        _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                               \
-          float scalar = x[odd * M + m];                                                                     \
-          acc[m][0] += w0 * scalar;                                                                          \
-          acc[m][1] += w1 * scalar;                                                                          \
+    for (int64_t i = 0; i < k; i += V, x += (M - 1) * V)                                                     \
+      for (int j = 0; j < V; j += 2, x += 2, w += 2 * PANEL * sizeof_##TYPE, next += 2 * step) {             \
+        for (int line = 0; line < 2 * PANEL * sizeof_##TYPE; line += 64)                                     \
+          __builtin_prefetch(next + line, 0, 2);                                                             \
+        _Pragma("GCC unroll 2") for (int odd = 0; odd < 2; odd++) {                                          \
+          vf w0 = load_##TYPE(w, odd, 0), w1 = load_##TYPE(w, odd, 1);                                       \
+          _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                             \
+            float scalar = x[m * V + odd];                                                                   \
+            acc[m][0] += w0 * scalar;                                                                        \
+            acc[m][1] += w1 * scalar;                                                                        \
+          }                                                                                                  \
         }                                                                                                    \
       }                                                                                                      \
-    }                                                                                                        \
     for (int m = 0; m < M; m++) out[m][0] = acc[m][0], out[m][1] = acc[m][1];                                \
   }
 #define UP_TO_6(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
@@ -158,21 +161,14 @@ static inline vf silu(vf x) {
   return x / (1.0f + vexp(-bounded));
 }
 
-/* Tokens are multiplied in passes of up to ROWS. What is to be multiplied lies packed: a pass's tokens side by
- * side, [passes][k][tokens of the pass], so that they are read one behind the other. */
+/* Tokens are multiplied in passes of up to ROWS. What is to be multiplied lies packed, [passes][k / V][tokens of
+ * the pass][V], so that a pass reads it one behind the other. */
 static int64_t passes_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
 static int64_t pass_begin(int64_t tokens, int64_t pass) { return tokens * pass / passes_of(tokens); }
 
-/* Where a token's entry 0 lies in x packed of width k; the next one is `stride` further. */
-static float *packed(float *x, int64_t k, int64_t tokens, int64_t t, int64_t *stride) {
-  int64_t pass = ((t + 1) * passes_of(tokens) - 1) / tokens, begin = pass_begin(tokens, pass);
-  *stride = pass_begin(tokens, pass + 1) - begin;
-  return x + begin * k + (t - begin);
-}
-
 /* Where weights are int8, so is what they are multiplied with: packed x is then, in the room of the floats, the
- * passes' words of four bytes [passes][k / 4][tokens of the pass], then their scales [passes][k / GROUP][tokens of
- * the pass], then, likewise, what makes up for the 128 that is added to every weight. */
+ * passes' words of four bytes [passes][k / GROUP][tokens of the pass][WORDS], then their scales [passes][k / GROUP]
+ * [tokens of the pass], then, likewise, what makes up for the 128 that is added to every weight. */
 typedef struct {
   int32_t *words;
   float *scales;
@@ -198,20 +194,20 @@ static inline vi dot(vi sums, vi w, int32_t x) {
 #endif
 }
 
-/* out[m][0..1] += sum over k, a multiple of GROUP, of x[k][m] * panel[k], for M tokens. */
+/* out[m][0..1] += sum over k, a multiple of GROUP, of x[k / GROUP][m][GROUP] * panel[k], for M tokens. */
 #define PANEL_INT8(M)                                                                                        \
   static void panel_int8_##M(const int32_t *x, const float *x_scale, const int32_t *shift, const char *w,    \
                              const float *w_scale, int64_t k, const char *next, int64_t step,                \
                              vf (*out)[2]) {                                                                 \
-    for (int64_t g = 0; g < k; g += GROUP, w_scale += PANEL, x_scale += M, shift += M) {                     \
+    for (int64_t g = 0; g < k; g += GROUP, x += M * WORDS, w_scale += PANEL, x_scale += M, shift += M) {     \
       vi acc[M][2];                                                                                          \
       for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = (vi){0} + shift[m];                                \
-      for (int i = 0; i < GROUP; i += 4, x += M, w += 4 * PANEL, next += 4 * step) {                         \
+      for (int i = 0; i < WORDS; i++, w += 4 * PANEL, next += 4 * step) {                                    \
         for (int line = 0; line < 4 * PANEL; line += 64) __builtin_prefetch(next + line, 0, 2);              \
         vi w0 = *(const vi *)w, w1 = *(const vi *)(w + 4 * V);                                               \
         _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                               \
-          acc[m][0] = dot(acc[m][0], w0, x[m]);                                                              \
-          acc[m][1] = dot(acc[m][1], w1, x[m]);                                                              \
+          acc[m][0] = dot(acc[m][0], w0, x[m * WORDS + i]);                                                  \
+          acc[m][1] = dot(acc[m][1], w1, x[m * WORDS + i]);                                                  \
         }                                                                                                    \
       }                                                                                                      \
       vf s0 = *(const vf *)w_scale, s1 = *(const vf *)(w_scale + V);                                         \
@@ -227,32 +223,29 @@ static void (*const by_tokens_int8[ROWS])(const int32_t *, const float *, const 
                                           const float *, int64_t, const char *, int64_t,
                                           vf (*)[2]) = {UP_TO_ROWS(NAME_INT8)};
 
-/* A token's sums of one panel go where they belong: for SWIGLU into packed y, but for int8, which can only be
- * packed when a whole group is there, into y[tokens][n / 2]. */
-static void finish(const Linear *linear, int weights, int64_t tokens, int64_t t, int64_t first, const vf *sums,
+/* The sums of one panel of the `count` tokens of a pass that begins with token `from` go where they belong: for
+ * SWIGLU into packed y, but for int8, which can only be packed when a whole group is there, into y[tokens][n / 2]. */
+static void finish(const Linear *linear, int weights, int64_t from, int64_t count, int64_t first, vf (*sums)[2],
                    float *y, int64_t ldy, int mode) {
-  float out[PANEL] __attribute__((aligned(64)));
   int64_t width = linear->n - first < PANEL ? linear->n - first : PANEL;
   if (mode == SWIGLU) {
-    vf gated = silu(sums[0]) * sums[1];
-    if (weights == INT8) {
-      *(vf *)(y + t * linear->n / 2 + first / 2) = gated;
-      return;
-    }
-    int64_t stride;
-    float *to = packed(y, linear->n / 2, tokens, t, &stride) + first / 2 * stride;
-    *(vf *)out = gated;
-    for (int64_t i = 0; i < V; i++) to[i * stride] = out[i];
+    int64_t out = linear->n / 2, stride = weights == INT8 ? out : V;
+    float *to = y + from * out + first / 2 * (weights == INT8 ? 1 : count);
+    for (int64_t m = 0; m < count; m++) *(vf *)(to + m * stride) = silu(sums[m][0]) * sums[m][1];
     return;
   }
-  *(vf *)out = sums[0], *(vf *)(out + V) = sums[1];
-  float *to = y + t * ldy + first;
-  if (linear->bias)
-    for (int64_t i = 0; i < width; i++) out[i] += linear->bias[first + i];
-  if (mode == ADD)
-    for (int64_t i = 0; i < width; i++) to[i] += out[i];
-  else
-    memcpy(to, out, width * sizeof(float));
+  float *to = y + from * ldy + first;
+  for (int64_t m = 0; m < count; m++, to += ldy) {
+    float *out = (float *)sums[m];
+    if (linear->bias)
+      for (int64_t i = 0; i < width; i++) out[i] += linear->bias[first + i];
+    if (mode == ADD)
+      for (int64_t i = 0; i < width; i++) to[i] += out[i];
+    else if (width == PANEL)
+      *(vf *)to = sums[m][0], *(vf *)(to + V) = sums[m][1];
+    else
+      memcpy(to, out, width * sizeof(float));
+  }
 }
 
 /* One panel of y = x W for all tokens; x packed. */
@@ -277,7 +270,7 @@ static void panel(const Linear *linear, int weights, const float *x, int64_t tok
         int64_t step = ahead ? line / passes : 0;
         if (weights == INT8) {
           Quantized q = quantized((float *)x, k, tokens, from);
-          by_tokens_int8[count - 1](q.words + i / 4 * count, q.scales + i / GROUP * count,
+          by_tokens_int8[count - 1](q.words + i / GROUP * WORDS * count, q.scales + i / GROUP * count,
                                     q.shifts + i / GROUP * count, here, scale + i / GROUP * PANEL, length, next,
                                     step, acc + (from - begin));
         } else
@@ -286,8 +279,10 @@ static void panel(const Linear *linear, int weights, const float *x, int64_t tok
       }
     }
     ahead = 0; /* from now on it is in the cache */
-    for (int64_t t = begin; t < end; t++)
-      finish(linear, weights, tokens, t, first, acc[t - begin], y, ldy, mode);
+    for (int64_t pass = done; pass < done + passes; pass++) {
+      int64_t from = pass_begin(tokens, pass), count = pass_begin(tokens, pass + 1) - from;
+      finish(linear, weights, from, count, first, acc + (from - begin), y, ldy, mode);
+    }
   }
 }
 
@@ -316,8 +311,7 @@ static void rms_norm(const float *x, const float *weight, int64_t n, float eps, 
 }
 
 /* One group of a token, normalised where there is a weight, as int8 with its scale. */
-static void quantize(const float *x, const float *weight, float norm, int64_t stride, int32_t *words, float *scale,
-                     int32_t *shift) {
+static void quantize(const float *x, const float *weight, float norm, int32_t *words, float *scale, int32_t *shift) {
   vf v[GROUP / V], most = {0}, broken = {0};
   for (int i = 0; i < GROUP / V; i++) {
     v[i] = *(const vf *)(x + i * V);
@@ -334,9 +328,7 @@ static void quantize(const float *x, const float *weight, float norm, int64_t st
   for (int i = 0; i < GROUP / V; i++) {
     vi q = (vi)(v[i] * times + 12582912.0f) - 0x4b400000; /* 1.5 * 2^23: the sum's last bits are the rounded value */
     vb bytes = __builtin_convertvector(q, vb);
-    int32_t four[V / 4];
-    memcpy(four, &bytes, V);
-    for (int j = 0; j < V / 4; j++) words[(i * V / 4 + j) * stride] = four[j];
+    memcpy(words + i * V / 4, &bytes, V);
     sums += q;
   }
   int32_t sum = 0;
@@ -344,27 +336,36 @@ static void quantize(const float *x, const float *weight, float norm, int64_t st
   *scale = top / 127.0f + bad, *shift = -128 * sum;
 }
 
-/* Packs x[tokens][k], normalised where there is a weight; by all threads. Tokens are neighbours in packed lines,
- * so a thread takes its share of k for all tokens: no line is written by two. */
-static void pack(const float *x, int64_t k, int64_t tokens, int weights, const float *weight, float eps, float *y,
-                 Barrier *barrier) {
-  int64_t piece = weights == INT8 ? GROUP : 16, lines = (k + piece - 1) / piece;
+/* Packs x[tokens][width], normalised where there is a weight and with zeros up to k; by all threads. Each takes
+ * its share of k for all tokens, so that the tokens' norms are the only thing that is computed twice. */
+static void pack(const float *x, int64_t width, int64_t k, int64_t tokens, int weights, const float *weight,
+                 float eps, float *y, Barrier *barrier) {
+  int64_t piece = weights == INT8 ? GROUP : V, pieces = k / piece, all = passes_of(tokens);
   int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-  int64_t begin = lines * thread / threads * piece, end = lines * (thread + 1) / threads * piece;
-  if (end > k) end = k;
-  for (int64_t t = 0; t < tokens; t++, x += k) {
-    int64_t stride;
-    float *to = packed(y, k, tokens, t, &stride), scale = weight ? rms_scale(x, k, eps) : 1.0f;
-    if (weights == INT8) {
-      int64_t place = (to - y) % k, first = (to - y - place) / k; /* of the token in its pass; the pass's first */
-      Quantized q = quantized(y, k, tokens, first);
-      for (int64_t i = begin; i < end; i += GROUP)
-        quantize(x + i, weight ? weight + i : 0, scale, stride, q.words + i / 4 * stride + place,
-                 q.scales + i / GROUP * stride + place, q.shifts + i / GROUP * stride + place);
-    } else if (weight)
-      for (int64_t i = begin; i < end; i++) to[i * stride] = x[i] * scale * weight[i];
-    else
-      for (int64_t i = begin; i < end; i++) to[i * stride] = x[i];
+  int64_t begin = pieces * thread / threads, end = pieces * (thread + 1) / threads;
+  for (int64_t pass = 0; pass < all; pass++) {
+    int64_t from = pass_begin(tokens, pass), count = pass_begin(tokens, pass + 1) - from;
+    Quantized q = quantized(y, k, tokens, from);
+    for (int64_t m = 0; m < count; m++, x += width) {
+      float scale = weight ? rms_scale(x, width, eps) : 1.0f;
+      for (int64_t p = begin; p < end; p++) {
+        const float *source = x + p * piece, *factor = weight ? weight + p * piece : 0;
+        int64_t place = p * count + m;
+        if (weights == INT8) {
+          quantize(source, factor, scale, q.words + place * WORDS, q.scales + place, q.shifts + place);
+          continue;
+        }
+        float *to = y + from * k + place * V;
+        if (p * V + V > width)
+          for (int64_t i = 0; i < V; i++)
+            to[i] = p * V + i < width ? source[i] * (factor ? scale * factor[i] : 1.0f) : 0.0f;
+        else {
+          vf value = *(const vf *)source;
+          if (factor) value = value * scale * *(const vf *)factor;
+          *(vf *)to = value;
+        }
+      }
+    }
   }
   meet(barrier);
 }
@@ -559,19 +560,19 @@ int64_t mars_queries(void) { return QUERIES; }
 
 int64_t mars_model_bytes(void) { return sizeof(Model) + sizeof(Layer); } /* to check both sides' structs */
 
-/* y[tokens][n] = x[tokens][k] W; scratch: as large as x. */
-void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t tokens, float *y, float *scratch,
-                 int64_t threads) {
+/* y[tokens][n] = x[tokens][width] W; scratch: [tokens][k]. */
+void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t width, int64_t tokens, float *y,
+                 float *scratch, int64_t threads) {
   Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
   {
-    pack(x, w->k, tokens, (int)weights, 0, 0, scratch, &barrier);
+    pack(x, width, w->k, tokens, (int)weights, 0, 0, scratch, &barrier);
     linear(w, (int)weights, scratch, tokens, y, w->n, STORE, &barrier);
   }
 }
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
- * Scratch: normed [tokens][hidden], int8: [tokens][hidden or intermediate / 2]; qkv [tokens][(q + 2 kv) dim];
+ * Scratch: normed [tokens][hidden, up to whole vectors], int8: [tokens][hidden or intermediate / 2]; qkv [tokens][(q + 2 kv) dim];
  * mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
  */
 void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
@@ -586,7 +587,7 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
     float *scratch = own + omp_get_thread_num() * own_size;
     for (int64_t l = 0; l < model->layers; l++) {
       const Layer *layer = &model->layer[l];
-      pack(x, hidden, tokens, weights, layer->norm_attention, model->eps, normed, &barrier);
+      pack(x, hidden, layer->qkv.k, tokens, weights, layer->norm_attention, model->eps, normed, &barrier);
       linear(&layer->qkv, weights, normed, tokens, qkv, width, STORE, &barrier);
 #pragma omp for schedule(static) nowait
       for (int64_t t = 0; t < tokens; t++) store(model, layer, feed, t, qkv + t * width);
@@ -599,12 +600,13 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
                  heads - h < QUERIES ? heads - h : QUERIES, scratch, mixed);
       }
       meet(&barrier);
-      pack(mixed, model->q_heads * dim, tokens, weights, 0, 0, packed_mixed, &barrier);
+      pack(mixed, model->q_heads * dim, layer->out.k, tokens, weights, 0, 0, packed_mixed, &barrier);
       linear(&layer->out, weights, packed_mixed, tokens, x, hidden, ADD, &barrier);
-      pack(x, hidden, tokens, weights, layer->norm_mlp, model->eps, normed, &barrier);
+      pack(x, hidden, layer->gate_up.k, tokens, weights, layer->norm_mlp, model->eps, normed, &barrier);
       linear(&layer->gate_up, weights, normed, tokens, mlp, model->intermediate, SWIGLU, &barrier);
       float *packed_mlp = mlp;
-      if (weights == INT8) pack(mlp, model->intermediate, tokens, weights, 0, 0, packed_mlp = normed, &barrier);
+      if (weights == INT8)
+        pack(mlp, model->intermediate, layer->down.k, tokens, weights, 0, 0, packed_mlp = normed, &barrier);
       linear(&layer->down, weights, packed_mlp, tokens, x, hidden, ADD, &barrier);
     }
 #pragma omp for schedule(static) nowait
