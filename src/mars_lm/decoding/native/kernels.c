@@ -41,7 +41,8 @@
 #define GROUP 64   /* k that share a scale, where weights are int8 */
 #define WORDS (GROUP / 4) /* of four bytes */
 #define TILE 64    /* slots whose weights lie beside each other in one pass over the values */
-#define AHEAD 12288 /* bytes to fetch ahead of the pass: measured, flat between 8192 and 16384 */
+#define AHEAD 12288 /* bytes to fetch ahead of the pass into the second cache: measured, flat from 8192 to 32768 */
+#define NEAR 2048   /* and from there into the first one, which is full of x: flat from 2048 to 4096 */
 
 typedef float vf __attribute__((vector_size(V * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(V * 4), aligned(4), may_alias));
@@ -93,8 +94,10 @@ static inline vf load_bf16(const char *w, int odd, int half) {
   return odd ? (vf)(pair & 0xffff0000u) : (vf)(pair << 16);
 }
 
+#define FETCH(far, here) __builtin_prefetch(far, 0, 2), __builtin_prefetch((here) + NEAR, 0, 3)
+
 /* out[m][0..1] += sum over k, a multiple of V, of x[k / V][m][V] * panel[k], for M tokens; fetches `next`, `step`
- * bytes further for each k, into the second cache: the first one is full of x. */
+ * bytes further for each k. */
 #define PANEL_PRODUCT(TYPE, M)                                                                               \
   static void panel_##TYPE##_##M(const float *x, const char *w, int64_t k, const char *next, int64_t step,   \
                                  vf (*out)[2]) {                                                             \
@@ -102,8 +105,7 @@ static inline vf load_bf16(const char *w, int odd, int half) {
     for (int m = 0; m < M; m++) acc[m][0] = out[m][0], acc[m][1] = out[m][1];                                \
     for (int64_t i = 0; i < k; i += V, x += (M - 1) * V)                                                     \
       for (int j = 0; j < V; j += 2, x += 2, w += 2 * PANEL * sizeof_##TYPE, next += 2 * step) {             \
-        for (int line = 0; line < 2 * PANEL * sizeof_##TYPE; line += 64)                                     \
-          __builtin_prefetch(next + line, 0, 2);                                                             \
+        for (int line = 0; line < 2 * PANEL * sizeof_##TYPE; line += 64) FETCH(next + line, w + line);       \
         _Pragma("GCC unroll 2") for (int odd = 0; odd < 2; odd++) {                                          \
           vf w0 = load_##TYPE(w, odd, 0), w1 = load_##TYPE(w, odd, 1);                                       \
           _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                             \
@@ -203,7 +205,7 @@ static inline vi dot(vi sums, vi w, int32_t x) {
       vi acc[M][2];                                                                                          \
       for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = (vi){0} + shift[m];                                \
       for (int i = 0; i < WORDS; i++, w += 4 * PANEL, next += 4 * step) {                                    \
-        for (int line = 0; line < 4 * PANEL; line += 64) __builtin_prefetch(next + line, 0, 2);              \
+        for (int line = 0; line < 4 * PANEL; line += 64) FETCH(next + line, w + line);                       \
         vi w0 = *(const vi *)w, w1 = *(const vi *)(w + 4 * V);                                               \
         _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                               \
           acc[m][0] = dot(acc[m][0], w0, x[m * WORDS + i]);                                                  \
@@ -440,6 +442,7 @@ static float softmax(float *scores, int64_t before, int64_t from, int64_t end) {
       vf acc[Q][2];                                                                                          \
       for (int j = 0; j < Q; j++) acc[j][0] = acc[j][1] = (vf){0};                                           \
       for (int64_t d = 0; d < dim; d++, x += Q, k += V) {                                                    \
+        __builtin_prefetch(k + 2 * V * dim, 0, 3), __builtin_prefetch(k + 3 * V * dim, 0, 3);                \
         vf k0 = *(const vf *)k, k1 = *(const vf *)(k + dim * V);                                             \
         _Pragma("GCC unroll 16") for (int j = 0; j < Q; j++) {                                               \
           acc[j][0] += k0 * x[j];                                                                            \
@@ -469,6 +472,7 @@ static float softmax(float *scores, int64_t before, int64_t from, int64_t end) {
           acc[j][1] = *(vf *)(out + j * dim + d + other);                                                    \
         }                                                                                                    \
         for (int64_t i = 0; i < count; i++, v += dim) {                                                      \
+          __builtin_prefetch(v + TILE * dim, 0, 3), __builtin_prefetch(v + TILE * dim + other, 0, 3);        \
           vf v0 = *(const vf *)v, v1 = *(const vf *)(v + other);                                             \
           _Pragma("GCC unroll 16") for (int j = 0; j < Q; j++) {                                             \
             acc[j][0] += v0 * tile[j][i];                                                                    \
@@ -533,23 +537,23 @@ static void attend(const Model *model, const Layer *layer, const Feed *feed, con
   }
 }
 
-/* Positions into q and k, and a token's key and value into its slot. */
-static void store(const Model *model, const Layer *layer, const Feed *feed, int64_t t, float *qkv) {
-  int64_t dim = model->head_dim, slots = model->slots, heads = model->q_heads + model->kv_heads;
-  const float *cos = model->cos + feed->position[t] * dim / 2, *sin = model->sin + feed->position[t] * dim / 2;
-  for (int64_t h = 0; h < heads; h++) {
-    const float *norm = h < model->q_heads ? layer->norm_q : layer->norm_k;
-    if (norm) rms_norm(qkv + h * dim, norm, dim, model->eps, qkv + h * dim);
-    rotate(qkv + h * dim, cos, sin, dim);
+/* A token's head h of queries, keys and values: its position into a query or key, and a key or value into its
+ * slot. A thread does a head for all tokens, since keys of slots beside each other share lines. */
+static void store(const Model *model, const Layer *layer, const Feed *feed, int64_t t, int64_t h, float *head) {
+  int64_t dim = model->head_dim, slot = feed->slot[t], kv = h - model->q_heads, position = feed->position[t];
+  if (kv < model->kv_heads) {
+    const float *norm = kv < 0 ? layer->norm_q : layer->norm_k;
+    if (norm) rms_norm(head, norm, dim, model->eps, head);
+    rotate(head, model->cos + position * dim / 2, model->sin + position * dim / 2, dim);
   }
-  int64_t slot = feed->slot[t];
-  for (int64_t h = 0; h < model->kv_heads; h++) {
-    int64_t base = (feed->row[t] * model->kv_heads + h) * slots * dim;
-    const float *k = qkv + (model->q_heads + h) * dim, *v = k + model->kv_heads * dim;
-    float *keys = layer->keys + base + slot / V * V * dim + slot % V;
-    for (int64_t d = 0; d < dim; d++) keys[d * V] = k[d];
-    memcpy(layer->values + base + slot * dim, v, dim * sizeof(float));
+  if (kv < 0) return;
+  int64_t base = (feed->row[t] * model->kv_heads + kv % model->kv_heads) * model->slots * dim;
+  if (kv >= model->kv_heads) {
+    memcpy(layer->values + base + slot * dim, head, dim * sizeof(float));
+    return;
   }
+  float *keys = layer->keys + base + slot / V * V * dim + slot % V;
+  for (int64_t d = 0; d < dim; d++) keys[d * V] = head[d];
 }
 
 /* ---- what Python calls ------------------------------------------------------------------------------- */
@@ -572,8 +576,8 @@ void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t width
 }
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
- * Scratch: normed [tokens][hidden, up to whole vectors], int8: [tokens][hidden or intermediate / 2]; qkv [tokens][(q + 2 kv) dim];
- * mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
+ * Scratch: normed [tokens][hidden, up to whole vectors], int8: [tokens][hidden or intermediate / 2];
+ * qkv [tokens][(q + 2 kv) dim]; mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
  */
 void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
                   float *mlp, float *own, int64_t own_size, int64_t threads) {
@@ -590,7 +594,8 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
       pack(x, hidden, layer->qkv.k, tokens, weights, layer->norm_attention, model->eps, normed, &barrier);
       linear(&layer->qkv, weights, normed, tokens, qkv, width, STORE, &barrier);
 #pragma omp for schedule(static) nowait
-      for (int64_t t = 0; t < tokens; t++) store(model, layer, feed, t, qkv + t * width);
+      for (int64_t h = 0; h < model->q_heads + 2 * kv_heads; h++)
+        for (int64_t t = 0; t < tokens; t++) store(model, layer, feed, t, h, qkv + t * width + h * dim);
       meet(&barrier);
 #pragma omp for schedule(dynamic) nowait
       for (int64_t i = 0; i < feed->groups * kv_heads; i++) {
