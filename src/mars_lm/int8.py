@@ -17,34 +17,20 @@ def check_config(config: Any) -> None:
     """Refuse by its configuration a model whose weights the int8 kernels can't read.
 
     Raises:
-        MarsError: it is of another family, or of sizes that are no multiples of GROUP.
+        MarsError: it is of another family.
     """
     if config.model_type not in KERNEL_FAMILIES:
         raise MarsError(
             f"int8 is for {', '.join(KERNEL_FAMILIES)} models, and this is {config.model_type}: load it in "
             "another dtype."
         )
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    for size in (config.hidden_size, heads * head_dim):
-        _check_size(size)
-
-
-def _check_size(size: int) -> None:
-    if size % GROUP:
-        raise MarsError(
-            f"int8 weights need sizes that are multiples of {GROUP}, and this model has one of {size}: load "
-            "it in another dtype."
-        )
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [n, k] as int8 [n, k] in -127 .. 127, and float32 scales [n, k / GROUP] to multiply them with.
 
-    Raises:
-        MarsError: k is no multiple of GROUP.
+    k is a multiple of GROUP.
     """
-    _check_size(weight.shape[1])
     groups = weight.detach().float().unflatten(1, (-1, GROUP))
     scale = groups.abs().amax(dim=2) / 127
     whole = (groups / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round()

@@ -82,7 +82,6 @@ class TestTypesAndDevices:
 
     def test_eight_bits_are_refused_before_weights_are_read(self, saved: Path, monkeypatch) -> None:
         monkeypatch.setattr(checkpoints.AutoModelForCausalLM, "from_pretrained", None)
-        assert "sizes that are multiples of 64, and this model has one of 32" in sentence(saved, dtype="int8")
         config = json.loads((saved / "config.json").read_text())
         monkeypatch.setattr(checkpoints, "check_supported", lambda config: None)
         (saved / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))

@@ -15,7 +15,9 @@ from mars_lm.decoding import Engine, generate
 from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.forward import Feed, ModelForward
 from mars_lm.decoding.native import build
-from mars_lm.decoding.native.forward import NativeForward
+from mars_lm.decoding.native import forward as native
+from mars_lm.decoding.native.fixed_point import fixed_point
+from mars_lm.decoding.native.forward import _BFLOAT16, _INT16, NativeForward
 from mars_lm.decoding.width import forward_cost
 from mars_lm.errors import MarsError
 from mars_lm.int8 import quantized, round_weights
@@ -100,26 +102,90 @@ def test_rows_holes_and_groups_are_seen_as_the_torch_forward_sees_them(kind):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 13, 14, 26, 27, 60])
-def test_int8_products_are_their_groups_sums(tokens):
+@pytest.mark.parametrize("size", [192, 200])
+@pytest.mark.parametrize(("weights", "steps"), [("int8", 127), ("bfloat16", 8191)])
+def test_products_of_whole_numbers_are_their_groups_sums(weights, steps, size, tokens):
     """Against a slow count in whole numbers; what is multiplied is rounded in groups, as the weights are."""
-    checkpoint = weighing("int8", hidden_size=192)
-    forward = NativeForward(checkpoint.model, 1, 16, int8=True)
-    x = torch.randn(tokens, 192, generator=torch.Generator().manual_seed(tokens)) * 3
+    checkpoint = weighing(weights, hidden_size=size, num_attention_heads=4)
+    forward = NativeForward(checkpoint.model, 1, 16, int8=checkpoint.int8)
+    if weights == "bfloat16" and forward._weights.kind != _INT16:
+        pytest.skip("this processor multiplies bfloat16 weights as floats")
+    x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens)) * 3
     x[0, :64] = 0.0
-    whole, scale = quantized(checkpoint.model.get_output_embeddings().weight)
+    matrix = torch.nn.functional.pad(
+        checkpoint.model.get_output_embeddings().weight.detach(), (0, -size % 64)
+    )
+    if weights == "int8":
+        whole, scale = quantized(matrix)
+    else:
+        whole, bits = fixed_point(matrix)
+        scale = torch.where(bits > 0, torch.exp2(bits.double() - 127), 0)
     expected = torch.zeros(tokens, len(whole), dtype=torch.float64)
-    for group in range(3):
+    for group in range(matrix.shape[1] // 64):
         part = x[:, 64 * group : 64 * group + 64]
-        step = part.abs().amax(dim=1, keepdim=True) / 127
-        rounded = torch.where(step > 0, (part / step).round(), 0).double()
+        part = torch.nn.functional.pad(part, (0, 64 - part.shape[1]))
+        top = part.abs().amax(dim=1, keepdim=True)
+        times = torch.where(top > 0, torch.full_like(top, steps).div(top), 0)  # float32, as the kernels have it
+        rounded = (part.double() * times.double()).round()
         sums = rounded @ whole[:, 64 * group : 64 * group + 64].double().T
         assert torch.equal(sums, sums.round())
-        expected += sums * step.double() * scale[:, group].double()
-    close = (forward.logits(x).double() - expected).abs() <= 1e-5 * expected.abs().max()
-    assert close.float().mean() > 0.999  # a value at a rounding's edge may fall to its other side
+        expected += sums * (top / steps).double() * scale[:, group].double()
+    atol = 1e-6 * float(expected.abs().max())
+    torch.testing.assert_close(forward.logits(x).double(), expected, rtol=0, atol=atol)
     x[-1, 100] = float("nan")
     assert forward.logits(x)[-1].isnan().all()
     assert not forward.logits(x)[:-1].isnan().any()
+
+
+def test_bfloat16_weights_are_kept_to_a_sixteenth_of_their_groups_largest():
+    weight = torch.randn(50, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[0, :64], weight[1, 64] = 0.0, 1e-40
+    weight[2], weight[3] = weight[2] * 1e30, weight[3] * 1e-30
+    weight[4, :64] = 1e-39  # less than a scale can say
+    whole, bits = fixed_point(weight)
+    assert whole.abs().max() <= 4080
+    values = torch.ldexp(whole.unflatten(1, (-1, 64)).double(), bits.int()[..., None] - 127).flatten(1)
+    groups = weight.double().unflatten(1, (-1, 64))
+    most = groups.abs().amax(2, keepdim=True)
+    exact = (groups.abs() * 16 >= most) & (most > 1e-30)
+    assert exact.double().mean() > 0.8
+    error = (values.unflatten(1, (-1, 64)) - groups).abs()
+    assert not error[exact].any()
+    assert (error <= torch.clamp(most / 4096, min=1e-34)).all()
+
+
+def test_the_largest_sums_of_whole_numbers_fit():
+    """All weights and all inputs at their largest, of one sign: the sum of a group is next to 2^31."""
+    checkpoint = weighing("bfloat16", hidden_size=128)
+    with torch.no_grad():
+        checkpoint.model.get_output_embeddings().weight.fill_(1.9921875)  # 255 / 128: every bit is set
+    forward = NativeForward(checkpoint.model, 1, 16)
+    torch.testing.assert_close(
+        forward.logits(torch.full((2, 128), 3.0)), torch.full((2, 320), 3.0 * 1.9921875 * 128), rtol=1e-5, atol=0
+    )
+
+
+def test_a_processor_without_whole_number_products_multiplies_bfloat16_as_floats(monkeypatch):
+    """The same logits up to rounding, and far nearer to float32's than transformers' own in bfloat16."""
+    checkpoint = weighing("bfloat16", hidden_size=64, intermediate_size=100)
+    ids = torch.randint(0, 300, (1, 60), generator=torch.Generator().manual_seed(3))
+    logits, kind_of = {}, native._kind
+    for has_int16 in (False, True):
+        monkeypatch.setattr(native, "_kind", lambda dtype, int8, _, has=has_int16: kind_of(dtype, int8, has))
+        forward = NativeForward(checkpoint.model, 1, 64)
+        assert forward._weights.kind == (_INT16 if has_int16 else _BFLOAT16)
+        with torch.inference_mode():
+            logits[has_int16] = forward.logits(forward.hidden(Feed.of_one_row(ids[0].numpy())))
+    with torch.inference_mode():
+        theirs = checkpoint.model(ids).logits[0].float()
+        exact = checkpoint.model.float()(ids).logits[0]
+
+    def error(values):
+        return float((values - exact).norm() / exact.norm())
+
+    assert error(logits[False]) < 1e-5
+    assert error(logits[True]) < 2e-3
+    assert error(logits[True]) < 0.2 * error(theirs)
 
 
 def test_int8_logits_are_those_of_modules_that_round_what_they_multiply():
@@ -154,12 +220,6 @@ def test_rounded_weights_are_rounded_once():
     whole, scale = quantized(weight)
     assert whole.abs().max() == 127
     assert len(weight[0, :64].div(scale[0, 0]).round().unique()) > 10
-
-
-def test_sizes_that_int8_does_not_take_are_named():
-    checkpoint = dataclasses.replace(native_checkpoint(), int8=True)
-    with pytest.raises(MarsError, match=r"multiples of 64.* 32"):
-        Engine(checkpoint)
 
 
 def test_int8_and_whole_weights_of_one_model_are_kept_apart():

@@ -57,7 +57,12 @@ def _load() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise MarsError(f"The compiled CPU kernels can't be stored or loaded ({error}).") from error
-    for function in (loaded.mars_vector, loaded.mars_queries, loaded.mars_model_bytes):
+    for function in (
+        loaded.mars_vector,
+        loaded.mars_queries,
+        loaded.mars_has_int16,
+        loaded.mars_model_bytes,
+    ):
         function.restype = ctypes.c_int64
     return loaded
 
@@ -96,6 +101,7 @@ def _compile(compiler: str, path: Path) -> None:
         command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), *_threads(), "-lm"]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
-            last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-            raise MarsError(f"The C compiler {compiler} could not build the CPU kernels: {last}")
+            lines = run.stderr.strip().splitlines() or ["no message"]
+            told = next((line for line in lines if "error" in line), lines[-1])
+            raise MarsError(f"The C compiler {compiler} could not build the CPU kernels: {told}")
         os.replace(made, path)  # whoever builds at the same time builds the same

@@ -16,6 +16,7 @@ from mars_lm.architectures import KERNEL_FAMILIES
 from mars_lm.decoding.forward import Feed, alone_with
 from mars_lm.decoding.kv_cache import lazy_zeros
 from mars_lm.decoding.native.build import library
+from mars_lm.decoding.native.fixed_point import fixed_point
 from mars_lm.errors import MarsError
 from mars_lm.int8 import GROUP, quantized
 
@@ -24,7 +25,7 @@ from mars_lm.int8 import GROUP, quantized
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 INT8_TOLERANCE = 0.3  # eight bits round more
 # What the kernels know weights as.
-_FLOAT32, _BFLOAT16, _INT8 = range(3)
+_FLOAT32, _BFLOAT16, _INT8, _INT16 = range(4)
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
@@ -117,15 +118,14 @@ class _Arena:
 class _Packed:
     """The model's weights as the kernels read them."""
 
-    def __init__(self, model: Any, vector: int, int8: bool) -> None:
+    def __init__(self, model: Any, vector: int, kind: int) -> None:
         config = model.config
-        self.vector, self.dtype = vector, model.dtype
-        self.kind = _INT8 if int8 else _BFLOAT16 if model.dtype == torch.bfloat16 else _FLOAT32
+        self.vector, self.dtype, self.kind = vector, model.dtype, kind
         self.kept: list[Tensor] = []  # what the structs point to
         self._arena = _Arena()
         self.checked = False  # against transformers' own forward
-        unit = GROUP if int8 else vector
-        self.intermediate = -(-config.intermediate_size // unit) * unit
+        self._unit = unit = GROUP if kind in (_INT8, _INT16) else vector  # of k
+        self.intermediate = config.intermediate_size + -config.intermediate_size % unit
         self.layers = [self._layer(layer) for layer in model.base_model.layers]
         self.norm = self._vector(model.base_model.norm.weight)
         head = model.get_output_embeddings()
@@ -167,28 +167,23 @@ class _Packed:
         return self._keep(weight.detach().float())
 
     def _linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
-        """[n, k] -> panels [n / 2V, k, 2V], the last filled with zeros, and k up to whole vectors.
+        """[n, k] -> panels [n / 2V, k, 2V], the last filled with zeros, and k up to whole units.
 
-        bfloat16: [n / 2V, k / 2, 2V, 2]; int8: [n / 2V, k / 4, 2V, 4], and scales [n / 2V, k / GROUP, 2V].
+        bfloat16 and int16: [n / 2V, k / 2, 2V, 2]; int8: [n / 2V, k / 4, 2V, 4]; and scales
+        [n / 2V, k / GROUP, 2V].
         """
         n, k = weight.shape
         panel, scale = 2 * self.vector, None
-        if self.kind == _INT8:
-            whole, scales = quantized(weight)
-            padding = (0, 0, 0, -n % panel)
-            packed = torch.nn.functional.pad(whole.to(torch.int16) + 128, padding, value=128).to(torch.uint8)
-            packed = packed.view(-1, panel, k // 4, 4).transpose(1, 2)
-            scale = self._keep(
-                torch.nn.functional.pad(scales, padding).unflatten(0, (-1, panel)).transpose(1, 2)
-            )
-        else:
-            padding = (0, -k % self.vector, 0, -n % panel)
-            padded = torch.nn.functional.pad(weight.detach(), padding).to(self.dtype)
-            packed = padded.unflatten(0, (-1, panel)).transpose(1, 2)
-            if self.kind == _BFLOAT16:
-                packed = packed.unflatten(1, (-1, 2)).transpose(2, 3)
+        padded = torch.nn.functional.pad(weight.detach(), (0, -k % self._unit, 0, -n % panel))
+        if self.kind in (_INT8, _INT16):
+            whole, scales = quantized(padded) if self.kind == _INT8 else fixed_point(padded)
+            scale = self._keep(scales.unflatten(0, (-1, panel)).transpose(1, 2))
+            padded = (whole.to(torch.int16) + 128).to(torch.uint8) if self.kind == _INT8 else whole
+        packed = padded.unflatten(0, (-1, panel)).transpose(1, 2)
+        if self.kind != _FLOAT32:
+            packed = packed.unflatten(1, (-1, 4 if self.kind == _INT8 else 2)).transpose(2, 3)
         kept_bias = None if bias is None else self._vector(bias)
-        return _Linear(w=self._keep(packed), scale=scale, bias=kept_bias, k=k + -k % self.vector, n=n)
+        return _Linear(w=self._keep(packed), scale=scale, bias=kept_bias, k=padded.shape[1], n=n)
 
     def _rotations(self, model: Any) -> tuple[int, int]:
         """The model's own cosines and sines of every position of its context, [positions, head_dim / 2]."""
@@ -220,18 +215,27 @@ def _groups(widths: list[int], most: int, kv_heads: int, threads: int) -> list[i
 
 
 # An engine for each call of `generate` must not pack the same weights again.
-_packed: weakref.WeakKeyDictionary[Any, dict[bool, tuple[Any, _Packed]]] = weakref.WeakKeyDictionary()
+_packed: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, _Packed]]] = weakref.WeakKeyDictionary()
 
 
-def _pack(model: Any, vector: int, int8: bool) -> _Packed:
+def _pack(model: Any, vector: int, kind: int) -> _Packed:
     parameters = list(model.parameters())
     if any(parameter.is_inference() for parameter in parameters):
-        return _Packed(model, vector, int8)
+        return _Packed(model, vector, kind)
     state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
     known = _packed.setdefault(model, {})  # the same model may be read in its own type and in int8
-    if int8 not in known or known[int8][0] != state:
-        known[int8] = (state, _Packed(model, vector, int8))
-    return known[int8][1]
+    if kind not in known or known[kind][0] != state:
+        known[kind] = (state, _Packed(model, vector, kind))
+    return known[kind][1]
+
+
+def _kind(dtype: torch.dtype, int8: bool, has_int16: bool) -> int:
+    """What a model's weights are multiplied as."""
+    if int8:
+        return _INT8
+    if dtype == torch.bfloat16:
+        return _INT16 if has_int16 else _BFLOAT16
+    return _FLOAT32
 
 
 class NativeForward:
@@ -260,7 +264,8 @@ class NativeForward:
         self.model, self.device, self.dtype = model, torch.device("cpu"), torch.float32
         self.weights = "int8" if int8 else str(model.dtype)
         self._embed = model.get_input_embeddings()
-        self._weights = weights = _pack(model, vector, int8)
+        kind = _kind(model.dtype, int8, bool(self._library.mars_has_int16()))
+        self._weights = weights = _pack(model, vector, kind)
         kv_heads = config.num_key_value_heads
         self.cache = NativeCache(len(weights.layers), rows, slots, kv_heads, head_dim, vector)
         self._layers = (_Layer * len(weights.layers))(*weights.layers)
@@ -352,7 +357,7 @@ class NativeForward:
             self._scratch = [
                 torch.empty(tokens, width)
                 for width in (
-                    max(self._layers[0].qkv.k, model.intermediate // 2 if model.weights == _INT8 else 0),
+                    max(self._layers[0].qkv.k, model.intermediate),
                     heads * model.head_dim,
                     model.q_heads * model.head_dim,
                     model.intermediate,

@@ -9,9 +9,9 @@
  * one order, along k, by one accumulator, however many tokens are multiplied at once. So exact mode's text is
  * one-token mode's in any weight type, any batch and any cut of the prompt.
  *
- * Weights are float32 or bfloat16, and arithmetic is float32; or both weights and what they are multiplied with
- * are int8, with a scale for each GROUP of k, and a group's sum is an integer's. V floats make a vector. Shapes
- * are row-major.
+ * Weights are float32 or bfloat16, and arithmetic is float32; or weights and what they are multiplied with are whole
+ * numbers of 8 or 16 bits, with a scale for each GROUP of k, and a group's sum is an integer's. V floats make a
+ * vector. Shapes are row-major.
  */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #include <immintrin.h>
@@ -38,15 +38,16 @@
 #endif
 #define PASSES 4   /* passes that share a block of weights while it is in the first cache */
 #define BLOCK 128  /* k of such a block, a multiple of GROUP */
-#define GROUP 64   /* k that share a scale, where weights are int8 */
-#define WORDS (GROUP / 4) /* of four bytes */
+#define GROUP 64   /* k that share a scale, where weights are whole numbers */
 #define TILE 64    /* slots whose weights lie beside each other in one pass over the values */
 #define AHEAD 12288 /* bytes to fetch ahead of the pass into the second cache: measured, flat from 8192 to 32768 */
 #define NEAR 2048   /* and from there into the first one, which is full of x: flat from 2048 to 4096 */
 
 typedef float vf __attribute__((vector_size(V * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(V * 4), aligned(4), may_alias));
-typedef int8_t vb __attribute__((vector_size(V)));
+typedef int8_t vb __attribute__((vector_size(V), aligned(1), may_alias));
+typedef uint8_t vc __attribute__((vector_size(V), aligned(1), may_alias));
+typedef int16_t vh __attribute__((vector_size(V * 2), aligned(2), may_alias));
 typedef uint32_t vu __attribute__((vector_size(V * 4), aligned(4), may_alias));
 
 /* ---- threads ----------------------------------------------------------------------------------------- */
@@ -73,15 +74,17 @@ static void meet(Barrier *barrier) {
 /* ---- products ---------------------------------------------------------------------------------------- */
 
 enum { STORE, ADD, SWIGLU };   /* what becomes of a product */
-enum { FLOAT32, BFLOAT16, INT8 }; /* what weights are */
+enum { FLOAT32, BFLOAT16, INT8, INT16 }; /* what weights are */
+static const int64_t bytes_of[] = {4, 2, 1, 2};
+#define IS_WHOLE(weights) ((weights) >= INT8)
 
 typedef struct {
-  /* [panels][k][PANEL]; bfloat16: [panels][k / 2][PANEL][2]; int8: [panels][k / 4][PANEL][4], 128 added to each.
-   * SWIGLU: V columns of the gate, then V of up */
+  /* [panels][k][PANEL]; bfloat16 and int16: [panels][k / 2][PANEL][2]; int8: [panels][k / 4][PANEL][4], 128 added
+   * to each. SWIGLU: V columns of the gate, then V of up */
   const void *w;
-  const float *scale; /* int8: [panels][k / GROUP][PANEL] */
+  const void *scale;  /* [panels][k / GROUP][PANEL]; int8: floats; int16: powers of two, as a float's exponent bits */
   const float *bias;  /* [n] or null */
-  int64_t k, n;       /* k a multiple of V, int8: of GROUP; n: outputs, for SWIGLU gate and up together */
+  int64_t k, n;       /* k a multiple of V, or of GROUP; n: outputs, for SWIGLU gate and up together */
 } Linear;
 
 /* Half of the weights of one k. A float32 panel has a row for each k; a bfloat16 panel one for each two, the
@@ -168,24 +171,26 @@ static inline vf silu(vf x) {
 static int64_t passes_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
 static int64_t pass_begin(int64_t tokens, int64_t pass) { return tokens * pass / passes_of(tokens); }
 
-/* Where weights are int8, so is what they are multiplied with: packed x is then, in the room of the floats, the
- * passes' words of four bytes [passes][k / GROUP][tokens of the pass][WORDS], then their scales [passes][k / GROUP]
- * [tokens of the pass], then, likewise, what makes up for the 128 that is added to every weight. */
+/* Where weights are whole numbers, so is what they are multiplied with: packed x is then, in the room of the floats,
+ * the passes' words of 4 int8 or 2 int16 [passes][k / GROUP][tokens of the pass][words of a group], then their scales
+ * [passes][k / GROUP][tokens of the pass], then, likewise, for int8 what makes up for the 128 added to every weight. */
 typedef struct {
   int32_t *words;
   float *scales;
   int32_t *shifts;
 } Quantized;
 
+static int64_t words_of(int weights) { return GROUP * bytes_of[weights] / 4; }
+
 /* The parts of x, packed of width k, of the pass that begins with token `begin`. */
-static Quantized quantized(float *x, int64_t k, int64_t tokens, int64_t begin) {
-  float *scales = x + tokens * k / 4, *shifts = scales + tokens * k / GROUP;
-  return (Quantized){(int32_t *)x + begin * k / 4, scales + begin * k / GROUP,
-                     (int32_t *)shifts + begin * k / GROUP};
+static Quantized quantized(float *x, int weights, int64_t k, int64_t tokens, int64_t begin) {
+  int64_t groups = k / GROUP, words = groups * words_of(weights);
+  float *scales = x + tokens * words, *shifts = scales + tokens * groups;
+  return (Quantized){(int32_t *)x + begin * words, scales + begin * groups, (int32_t *)shifts + begin * groups};
 }
 
 /* To each sum, four products of a word's bytes: unsigned ones of w, signed ones of x. */
-static inline vi dot(vi sums, vi w, int32_t x) {
+static inline vi dot_int8(vi sums, vi w, int32_t x) {
 #if defined(__AVX512VNNI__) && V == 16
   return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
 #elif defined(__AVXVNNI__) && V == 8
@@ -196,43 +201,65 @@ static inline vi dot(vi sums, vi w, int32_t x) {
 #endif
 }
 
-/* out[m][0..1] += sum over k, a multiple of GROUP, of x[k / GROUP][m][GROUP] * panel[k], for M tokens. */
-#define PANEL_INT8(M)                                                                                        \
-  static void panel_int8_##M(const int32_t *x, const float *x_scale, const int32_t *shift, const char *w,    \
-                             const float *w_scale, int64_t k, const char *next, int64_t step,                \
-                             vf (*out)[2]) {                                                                 \
-    for (int64_t g = 0; g < k; g += GROUP, x += M * WORDS, w_scale += PANEL, x_scale += M, shift += M) {     \
+/* To each sum, two products of a word's signed halves. */
+static inline vi dot_int16(vi sums, vi w, int32_t x) {
+#if defined(__AVX512VNNI__) && V == 16
+  return (vi)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__) && V == 8
+  return (vi)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)w, _mm256_set1_epi32(x));
+#else
+  return sums + ((w << 16) >> 16) * (int32_t)(int16_t)x + (w >> 16) * (x >> 16);
+#endif
+}
+
+static inline vf scale_int8(const void *scale, int64_t at) { return *(const vf *)((const float *)scale + at); }
+static inline vf scale_int16(const void *scale, int64_t at) {
+  return (vf)(__builtin_convertvector(*(const vc *)((const uint8_t *)scale + at), vi) << 23);
+}
+
+/* out[m][0..1] += sum over the groups of k from `g` on of x[k / GROUP][m][GROUP] * panel[k], for M tokens. */
+#define PANEL_WHOLE(TYPE, SIZE, START, M)                                                                    \
+  static void panel_##TYPE##_##M(const int32_t *x, const float *x_scale, const int32_t *shift, const char *w, \
+                                 const void *w_scale, int64_t g, int64_t k, const char *next, int64_t step,  \
+                                 vf (*out)[2]) {                                                             \
+    enum { WORDS = GROUP * SIZE / 4 };                                                                       \
+    for (int64_t at = g * PANEL; k > 0; k -= GROUP, x += M * WORDS, at += PANEL, x_scale += M, shift += M) { \
       vi acc[M][2];                                                                                          \
-      for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = (vi){0} + shift[m];                                \
-      for (int i = 0; i < WORDS; i++, w += 4 * PANEL, next += 4 * step) {                                    \
+      for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = (vi){0} + START;                                   \
+      for (int i = 0; i < WORDS; i++, w += 4 * PANEL, next += 4 * step / SIZE) {                             \
         for (int line = 0; line < 4 * PANEL; line += 64) FETCH(next + line, w + line);                       \
         vi w0 = *(const vi *)w, w1 = *(const vi *)(w + 4 * V);                                               \
         _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                               \
-          acc[m][0] = dot(acc[m][0], w0, x[m * WORDS + i]);                                                  \
-          acc[m][1] = dot(acc[m][1], w1, x[m * WORDS + i]);                                                  \
+          acc[m][0] = dot_##TYPE(acc[m][0], w0, x[m * WORDS + i]);                                           \
+          acc[m][1] = dot_##TYPE(acc[m][1], w1, x[m * WORDS + i]);                                           \
         }                                                                                                    \
       }                                                                                                      \
-      vf s0 = *(const vf *)w_scale, s1 = *(const vf *)(w_scale + V);                                         \
+      vf s0 = scale_##TYPE(w_scale, at), s1 = scale_##TYPE(w_scale, at + V);                                 \
       for (int m = 0; m < M; m++) {                                                                          \
         out[m][0] += __builtin_convertvector(acc[m][0], vf) * (s0 * x_scale[m]);                             \
         out[m][1] += __builtin_convertvector(acc[m][1], vf) * (s1 * x_scale[m]);                             \
       }                                                                                                      \
     }                                                                                                        \
   }
+typedef void (*WholeProduct)(const int32_t *, const float *, const int32_t *, const char *, const void *, int64_t,
+                             int64_t, const char *, int64_t, vf (*)[2]);
+#define PRODUCT_INT8(M) PANEL_WHOLE(int8, 1, shift[m], M)
+#define PRODUCT_INT16(M) PANEL_WHOLE(int16, 2, 0, M)
 #define NAME_INT8(M) panel_int8_##M,
-UP_TO_ROWS(PANEL_INT8)
-static void (*const by_tokens_int8[ROWS])(const int32_t *, const float *, const int32_t *, const char *,
-                                          const float *, int64_t, const char *, int64_t,
-                                          vf (*)[2]) = {UP_TO_ROWS(NAME_INT8)};
+#define NAME_INT16(M) panel_int16_##M,
+UP_TO_ROWS(PRODUCT_INT8)
+UP_TO_ROWS(PRODUCT_INT16)
+static const WholeProduct by_tokens_int8[ROWS] = {UP_TO_ROWS(NAME_INT8)};
+static const WholeProduct by_tokens_int16[ROWS] = {UP_TO_ROWS(NAME_INT16)};
 
 /* The sums of one panel of the `count` tokens of a pass that begins with token `from` go where they belong: for
- * SWIGLU into packed y, but for int8, which can only be packed when a whole group is there, into y[tokens][n / 2]. */
+ * SWIGLU into packed y, but for whole numbers, which need a whole group to be packed, into y[tokens][n / 2]. */
 static void finish(const Linear *linear, int weights, int64_t from, int64_t count, int64_t first, vf (*sums)[2],
                    float *y, int64_t ldy, int mode) {
   int64_t width = linear->n - first < PANEL ? linear->n - first : PANEL;
   if (mode == SWIGLU) {
-    int64_t out = linear->n / 2, stride = weights == INT8 ? out : V;
-    float *to = y + from * out + first / 2 * (weights == INT8 ? 1 : count);
+    int64_t out = linear->n / 2, stride = IS_WHOLE(weights) ? out : V;
+    float *to = y + from * out + first / 2 * (IS_WHOLE(weights) ? 1 : count);
     for (int64_t m = 0; m < count; m++) *(vf *)(to + m * stride) = silu(sums[m][0]) * sums[m][1];
     return;
   }
@@ -253,10 +280,8 @@ static void finish(const Linear *linear, int weights, int64_t from, int64_t coun
 /* One panel of y = x W for all tokens; x packed. */
 static void panel(const Linear *linear, int weights, const float *x, int64_t tokens, int64_t index, float *y,
                   int64_t ldy, int mode) {
-  static const int64_t bytes[] = {4, 2, 1};
-  int64_t k = linear->k, line = PANEL * bytes[weights], first = index * PANEL, all = passes_of(tokens);
+  int64_t k = linear->k, line = PANEL * bytes_of[weights], first = index * PANEL, all = passes_of(tokens);
   const char *w = (const char *)linear->w + index * k * line;
-  const float *scale = weights == INT8 ? linear->scale + index * k / GROUP * PANEL : 0;
   int64_t ahead = AHEAD;
   for (int64_t done = 0; done < all; done += PASSES) {
     int64_t passes = all - done < PASSES ? all - done : PASSES, block = passes > 1 ? BLOCK : k;
@@ -270,11 +295,12 @@ static void panel(const Linear *linear, int weights, const float *x, int64_t tok
         int64_t from = pass_begin(tokens, done + pass), count = pass_begin(tokens, done + pass + 1) - from;
         const char *next = here + ahead + length * line * pass / passes;
         int64_t step = ahead ? line / passes : 0;
-        if (weights == INT8) {
-          Quantized q = quantized((float *)x, k, tokens, from);
-          by_tokens_int8[count - 1](q.words + i / GROUP * WORDS * count, q.scales + i / GROUP * count,
-                                    q.shifts + i / GROUP * count, here, scale + i / GROUP * PANEL, length, next,
-                                    step, acc + (from - begin));
+        if (IS_WHOLE(weights)) {
+          Quantized q = quantized((float *)x, weights, k, tokens, from);
+          int64_t g = i / GROUP;
+          (weights == INT16 ? by_tokens_int16 : by_tokens_int8)[count - 1](
+              q.words + g * words_of(weights) * count, q.scales + g * count, q.shifts + g * count, here,
+              linear->scale, index * k / GROUP + g, length, next, step, acc + (from - begin));
         } else
           (weights == BFLOAT16 ? by_tokens_bf16 : by_tokens_f32)[count - 1](
               x + from * k + i * count, here, length, next, step, acc + (from - begin));
@@ -312,8 +338,16 @@ static void rms_norm(const float *x, const float *weight, int64_t n, float eps, 
   for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* One group of a token, normalised where there is a weight, as int8 with its scale. */
-static void quantize(const float *x, const float *weight, float norm, int32_t *words, float *scale, int32_t *shift) {
+/* One group of a token, of which `count` entries are there, normalised where there is a weight, as whole numbers with
+ * their scale. */
+static void quantize(const float *x, const float *weight, float norm, int64_t count, int weights, int32_t *words,
+                     float *scale, int32_t *shift) {
+  const float limit = weights == INT16 ? 8191.0f : 127.0f;
+  float padded[2][GROUP] = {0};
+  if (count < GROUP) {
+    memcpy(padded[0], x, count * sizeof *x), x = padded[0];
+    if (weight) memcpy(padded[1], weight, count * sizeof *weight), weight = padded[1];
+  }
   vf v[GROUP / V], most = {0}, broken = {0};
   for (int i = 0; i < GROUP / V; i++) {
     v[i] = *(const vf *)(x + i * V);
@@ -325,36 +359,40 @@ static void quantize(const float *x, const float *weight, float norm, int32_t *w
   }
   float top = 0, bad = 0;
   for (int j = 0; j < V; j++) top = most[j] > top ? most[j] : top, bad += broken[j];
-  float times = top > 0 ? 127.0f / top : 0.0f;
+  float times = top > 0 ? limit / top : 0.0f;
   vi sums = {0};
   for (int i = 0; i < GROUP / V; i++) {
     vi q = (vi)(v[i] * times + 12582912.0f) - 0x4b400000; /* 1.5 * 2^23: the sum's last bits are the rounded value */
-    vb bytes = __builtin_convertvector(q, vb);
-    memcpy(words + i * V / 4, &bytes, V);
+    if (weights == INT16)
+      *(vh *)(words + i * V / 2) = __builtin_convertvector(q, vh);
+    else
+      *(vb *)(words + i * V / 4) = __builtin_convertvector(q, vb);
     sums += q;
   }
   int32_t sum = 0;
   for (int j = 0; j < V; j++) sum += sums[j];
-  *scale = top / 127.0f + bad, *shift = -128 * sum;
+  *scale = top / limit + bad, *shift = -128 * sum;
 }
 
 /* Packs x[tokens][width], normalised where there is a weight and with zeros up to k; by all threads. Each takes
  * its share of k for all tokens, so that the tokens' norms are the only thing that is computed twice. */
 static void pack(const float *x, int64_t width, int64_t k, int64_t tokens, int weights, const float *weight,
                  float eps, float *y, Barrier *barrier) {
-  int64_t piece = weights == INT8 ? GROUP : V, pieces = k / piece, all = passes_of(tokens);
+  int64_t piece = IS_WHOLE(weights) ? GROUP : V, pieces = k / piece, all = passes_of(tokens);
   int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
   int64_t begin = pieces * thread / threads, end = pieces * (thread + 1) / threads;
   for (int64_t pass = 0; pass < all; pass++) {
     int64_t from = pass_begin(tokens, pass), count = pass_begin(tokens, pass + 1) - from;
-    Quantized q = quantized(y, k, tokens, from);
+    Quantized q = quantized(y, weights, k, tokens, from);
     for (int64_t m = 0; m < count; m++, x += width) {
       float scale = weight ? rms_scale(x, width, eps) : 1.0f;
       for (int64_t p = begin; p < end; p++) {
         const float *source = x + p * piece, *factor = weight ? weight + p * piece : 0;
         int64_t place = p * count + m;
-        if (weights == INT8) {
-          quantize(source, factor, scale, q.words + place * WORDS, q.scales + place, q.shifts + place);
+        if (IS_WHOLE(weights)) {
+          int64_t left = width - p * piece;
+          quantize(source, factor, scale, left < GROUP ? left : GROUP, weights, q.words + place * words_of(weights),
+                   q.scales + place, q.shifts + place);
           continue;
         }
         float *to = y + from * k + place * V;
@@ -392,7 +430,7 @@ typedef struct {
 typedef struct {
   int64_t layers, hidden, intermediate, q_heads, kv_heads, head_dim, slots; /* slots: a multiple of 4 V */
   float eps, scale;
-  int64_t weights; /* FLOAT32, BFLOAT16 or INT8 */
+  int64_t weights; /* FLOAT32, BFLOAT16, INT8 or INT16 */
   const float *norm_final;
   const float *cos, *sin; /* [positions][head_dim / 2] */
   const Layer *layer;
@@ -562,6 +600,15 @@ int64_t mars_vector(void) { return V; }
 
 int64_t mars_queries(void) { return QUERIES; }
 
+/* Whether products of int16 are faster than those of floats. */
+int64_t mars_has_int16(void) {
+#if (defined(__AVX512VNNI__) && V == 16) || (defined(__AVXVNNI__) && V == 8)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 int64_t mars_model_bytes(void) { return sizeof(Model) + sizeof(Layer); } /* to check both sides' structs */
 
 /* y[tokens][n] = x[tokens][width] W; scratch: [tokens][k]. */
@@ -576,7 +623,7 @@ void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t width
 }
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
- * Scratch: normed [tokens][hidden, up to whole vectors], int8: [tokens][hidden or intermediate / 2];
+ * Scratch: normed [tokens][hidden, up to whole vectors or groups], whole numbers: or [tokens][intermediate];
  * qkv [tokens][(q + 2 kv) dim]; mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
  */
 void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
@@ -610,7 +657,7 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
       pack(x, hidden, layer->gate_up.k, tokens, weights, layer->norm_mlp, model->eps, normed, &barrier);
       linear(&layer->gate_up, weights, normed, tokens, mlp, model->intermediate, SWIGLU, &barrier);
       float *packed_mlp = mlp;
-      if (weights == INT8)
+      if (IS_WHOLE(weights))
         pack(mlp, model->intermediate, layer->down.k, tokens, weights, 0, 0, packed_mlp = normed, &barrier);
       linear(&layer->down, weights, packed_mlp, tokens, x, hidden, ADD, &barrier);
     }
