@@ -326,9 +326,14 @@ static void linear(const Linear *linear, int weights, const float *x, int64_t to
 /* ---- what stands between them ------------------------------------------------------------------------ */
 
 static float rms_scale(const float *x, int64_t n, float eps) {
+  vf sums[4] = {{0}};
+  int64_t i = 0;
+  for (; i + 4 * V <= n; i += 4 * V)
+    for (int j = 0; j < 4; j++) sums[j] += *(const vf *)(x + i + j * V) * *(const vf *)(x + i + j * V);
   float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
+  for (; i < n; i++) sum += x[i] * x[i];
+  sums[0] += sums[1] + (sums[2] + sums[3]);
+  for (int j = 0; j < V; j++) sum += sums[0][j];
   return 1.0f / sqrtf(sum / (float)n + eps);
 }
 
@@ -348,19 +353,21 @@ static void quantize(const float *x, const float *weight, float norm, int64_t co
     memcpy(padded[0], x, count * sizeof *x), x = padded[0];
     if (weight) memcpy(padded[1], weight, count * sizeof *weight), weight = padded[1];
   }
-  vf v[GROUP / V], most = {0}, broken = {0};
+  vf v[GROUP / V];
+  vi most = {0}, sums = {0}; /* floats without a sign are ordered as their bits are, NaN above all */
   for (int i = 0; i < GROUP / V; i++) {
     v[i] = *(const vf *)(x + i * V);
     if (weight) v[i] = v[i] * norm * *(const vf *)(weight + i * V);
-    vf size = (vf)((vi)v[i] & 0x7fffffff);
-    vi more = size > most;
-    most = (vf)(((vi)size & more) | ((vi)most & ~more));
-    broken += v[i] * 0.0f; /* a NaN or an infinity must not become a number */
+    vi size = (vi)v[i] & 0x7fffffff, more = size > most;
+    most = (size & more) | (most & ~more);
   }
-  float top = 0, bad = 0;
-  for (int j = 0; j < V; j++) top = most[j] > top ? most[j] : top, bad += broken[j];
+  int32_t bits[V] __attribute__((aligned(64)));
+  *(vi *)bits = most;
+  for (int half = V / 2; half; half /= 2)
+    for (int j = 0; j < half; j++) bits[j] = bits[j] > bits[j + half] ? bits[j] : bits[j + half];
+  float top;
+  memcpy(&top, bits, sizeof top);
   float times = top > 0 ? limit / top : 0.0f;
-  vi sums = {0};
   for (int i = 0; i < GROUP / V; i++) {
     vi q = (vi)(v[i] * times + 12582912.0f) - 0x4b400000; /* 1.5 * 2^23: the sum's last bits are the rounded value */
     if (weights == INT16)
@@ -369,9 +376,11 @@ static void quantize(const float *x, const float *weight, float norm, int64_t co
       *(vb *)(words + i * V / 4) = __builtin_convertvector(q, vb);
     sums += q;
   }
+  *scale = top / limit + top * 0.0f; /* an infinity must not become a number */
+  if (weights == INT16) return;
   int32_t sum = 0;
   for (int j = 0; j < V; j++) sum += sums[j];
-  *scale = top / limit + bad, *shift = -128 * sum;
+  *shift = -128 * sum;
 }
 
 /* Packs x[tokens][width], normalised where there is a weight and with zeros up to k; by all threads. Each takes
