@@ -170,7 +170,7 @@ class Engine:
             cost = forward_cost(model, self._model, self.max_length)
             self._width = AdaptiveWidth(self.block_size, cost)
         self._decoder = Decoder(self._model, self._mask_token_id)
-        self._state = Rows(max_rows, self.max_length, self.vocabulary)
+        self._state = Rows(max_rows, self.max_length, self.vocabulary, self.block_size - 1)
         self._row_of: list[_Request | None] = [None] * max_rows
         self._waiting: deque[_Request] = deque()
         self._requests: dict[int, _Request] = {}
@@ -256,6 +256,7 @@ class Engine:
             self._set_mode(row, settings)
             if not settings.exact:
                 self._state.drafted[row] = self._state.offered[row] = 0  # nobody would verify it
+                self._state.sure[row] = np.nan
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -268,7 +269,7 @@ class Engine:
         commit = self._decoder.commit(self._state, window, self._model.hidden(window))
         if self._width is not None:
             self._width.cost.learn(len(window.input_ids), time.perf_counter() - begun)
-            self._width.learn(self._state.kind[commit.rows], commit.offered, commit.held)
+            self._width.learn(self._state.kind[commit.rows], commit.offered, commit.held, commit.sure)
         outputs = self._hand_out(commit)
         if self._commit_block is not None:
             self._hold_back()

@@ -24,6 +24,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from mars_lm.decoding.acceptance import probability
 from mars_lm.decoding.kv_cache import WindowCache
 
 Ints = np.ndarray
@@ -84,6 +85,9 @@ class Forward(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
+
+    def probability(self, logits: Tensor, tokens: Ints) -> np.ndarray:
+        """float32 [M]: softmax(logits [M, vocabulary]) of each row's token, int64 [M]."""
 
 
 @dataclasses.dataclass
@@ -235,6 +239,10 @@ class ModelForward:
         if self._plain_head:
             return self.model.get_output_embeddings()(hidden).float()
         return self._outer_logits(hidden).float()
+
+    def probability(self, logits: Tensor, tokens: Ints) -> np.ndarray:
+        """float32 [M]: softmax(logits [M, vocabulary]) of each row's token, int64 [M]."""
+        return probability(logits, torch.from_numpy(tokens).to(logits.device)).cpu().numpy()
 
     def _has_plain_head(self) -> bool:
         """Whether the logits are the output embedding's product and nothing more (no cap, no scale)."""

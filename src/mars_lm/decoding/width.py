@@ -39,6 +39,7 @@ PRIOR, PRIOR_WEIGHT = 0.65, 8.0
 MEASURED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 ROUNDS, ROUND_SECONDS = 4, 0.25  # so often each, but a slow machine's start shall not wait: then twice
 MEMORY = 400.0  # drafts after which older ones count half
+SURE = 10  # parts of the probabilities that are told apart
 
 
 # 1, 2, 3, 4, 6, 8, 12, … 24576 tokens: beside a long prompt, too, a mask has its price.
@@ -91,12 +92,17 @@ class AdaptiveWidth:
     Attributes:
         hits, tries: float [KINDS, B-1]: of the draft tokens at each distance whose predecessors held, how
             many held too (older ones count less).
+        sure_hits, sure_tries: float [KINDS, SURE]: the same in exact mode, by the probability that the model
+            gave the token when it guessed it.
     """
 
     def __init__(self, block_size: int, cost: ForwardCost) -> None:
         self.cost = cost
         self.hits = np.full((KINDS, block_size - 1), PRIOR * PRIOR_WEIGHT)
         self.tries = np.full((KINDS, block_size - 1), PRIOR_WEIGHT)
+        centres = (np.arange(SURE) + 0.5) / SURE
+        self.sure_hits = np.tile(centres * PRIOR_WEIGHT, (KINDS, 1))
+        self.sure_tries = np.full((KINDS, SURE), PRIOR_WEIGHT)
         self._idle, self._allowance, self._wider = 0, 0.0, True
 
     def choose(
@@ -110,6 +116,7 @@ class AdaptiveWidth:
         trusted: Ints | None = None,
         prompt: int = 0,
         rows: int | None = None,
+        sure: np.ndarray | None = None,
     ) -> Ints:
         """The masks to place behind each draft prefix.
 
@@ -122,6 +129,7 @@ class AdaptiveWidth:
             trusted: int64 [R], how many of its clean tokens came from masks (lossy rows); None: none.
             prompt: so many of these are there once, to prefill; the others are what a decoding step feeds.
             rows: rows that get a token from the forward; None: all R.
+            sure: [R, B-1], the model's probability of each draft token; NaN or None: not known.
         Returns:
             int64 [R, K], between 0 and `groups`.
         """
@@ -130,13 +138,18 @@ class AdaptiveWidth:
             return groups
         own, j = groups[adapts], drafted[adapts]
         kind = np.zeros_like(j) if kinds is None else kinds[adapts]
-        likely = np.ones((len(j), self.hits.shape[1] + 1))  # [R, B] of the first k of a draft holding
-        np.cumprod((self.hits / self.tries)[kind], axis=1, out=likely[:, 1:])
+        single = (self.hits / self.tries)[kind]  # [R, B-1] each holding if those before it do
+        likely = _prefixes(single)  # of a draft that is still to be guessed
+        if sure is not None:
+            place = _bucket(sure[adapts])
+            known = (self.sure_hits / self.sure_tries)[kind[:, None], place]
+            single = np.where(place >= 0, known, single)
+        now = _prefixes(single)  # of today's
         prefix = np.arange(own.shape[1])
         outcome = np.where(  # [R, K] that exactly k of the draft will hold
             prefix < j[:, None],
-            likely[:, prefix] - likely[:, np.minimum(prefix + 1, likely.shape[1] - 1)],
-            np.where(prefix == j[:, None], likely[:, prefix], 0.0),
+            now[:, prefix] - now[:, np.minimum(prefix + 1, now.shape[1] - 1)],
+            np.where(prefix == j[:, None], now[:, prefix], 0.0),
         )
         depth = np.arange(1, int(own.max()) + 1)
         worth = outcome[:, :, None] * likely[:, None, depth]  # [R, K, D]
@@ -180,18 +193,49 @@ class AdaptiveWidth:
         self._allowance -= price
         return other
 
-    def learn(self, kinds: Ints, offered: Ints, held: Ints) -> None:
-        """So many of each row's offered tokens held, from the left: int64 [R] all."""
+    def learn(self, kinds: Ints, offered: Ints, held: Ints, sure: np.ndarray | None = None) -> None:
+        """So many of each row's offered tokens held, from the left: int64 [R] all.
+
+        `sure`, as `choose` has it, is of the draft that was verified.
+        """
         some = offered > 0
         if not some.any():
             return
         kinds, offered, held = kinds[some], offered[some], held[some]
         distance = np.arange(self.hits.shape[1])
-        np.add.at(self.hits, kinds, distance < held[:, None])
-        np.add.at(self.tries, kinds, distance < np.minimum(held + 1, offered)[:, None])
-        old = self.tries > MEMORY
-        self.hits[old] /= 2
-        self.tries[old] /= 2
+        held_too = distance < held[:, None]
+        tried = distance < np.minimum(held + 1, offered)[:, None]
+        np.add.at(self.hits, kinds, held_too)
+        np.add.at(self.tries, kinds, tried)
+        _forget(self.hits, self.tries)
+        if sure is None:
+            return
+        place = _bucket(sure[some])
+        row, column = np.nonzero(tried & (place >= 0))
+        where = kinds[row], place[row, column]
+        np.add.at(self.sure_hits, where, held_too[row, column])
+        np.add.at(self.sure_tries, where, 1)
+        _forget(self.sure_hits, self.sure_tries)
+
+
+def _prefixes(single: np.ndarray) -> np.ndarray:
+    """[R, B]: the probability that the first 0, 1, … B-1 all hold, from [R, B-1] of each."""
+    likely = np.ones((single.shape[0], single.shape[1] + 1))
+    np.cumprod(single, axis=1, out=likely[:, 1:])
+    return likely
+
+
+def _bucket(sure: np.ndarray) -> Ints:
+    """Where tokens of such probabilities are counted: below SURE, and -1 for NaN."""
+    known = ~np.isnan(sure)
+    return np.where(known, np.minimum(np.where(known, sure, 0) * SURE, SURE - 1).astype(np.int64), -1)
+
+
+def _forget(hits: np.ndarray, tries: np.ndarray) -> None:
+    """Older tries count less."""
+    old = tries > MEMORY
+    hits[old] /= 2
+    tries[old] /= 2
 
 
 def draft_kind(settings: DecodingSettings) -> int:

@@ -24,13 +24,13 @@ Ints = np.ndarray
 # Up to so many logits are computed by one product, even those of masks that turn out to be read by nobody.
 # SmolLM2-135M's output matrix, bfloat16, one thread, ms by logits: 1: 8, 3: 14, 4: 15, 7: 21, 8: 23, 16: 38.
 # So 7 at once cost less than 4 and then 3 (29), and 16 of which 7 are read would cost more.
-FEW = 8
+FEW = 13
 
 
 class Rows:
     """The state of every row, one array entry each; an entry means something while its row is active."""
 
-    def __init__(self, rows: int, length: int, vocabulary: int) -> None:
+    def __init__(self, rows: int, length: int, vocabulary: int, masks: int) -> None:
         self.active = np.zeros(rows, dtype=bool)
         self.tokens = np.zeros(
             (rows, length), dtype=np.int64
@@ -46,6 +46,7 @@ class Rows:
         self.recovery = np.zeros(rows, dtype=bool)
         self.adaptive = np.zeros(rows, dtype=bool)
         self.offered = np.zeros(rows, dtype=np.int64)  # masks that the draft came from, those that failed too
+        self.sure = np.full((rows, masks), np.nan)  # the model's own probability of each draft token
         self.kind = np.zeros(rows, dtype=np.int64)  # which drafts the row's are like: `width.draft_kind`
         self.rule = np.zeros(rows, dtype=np.int8)
         self.tau = np.zeros(rows, dtype=np.float64)
@@ -91,6 +92,7 @@ class Commit:
     rejected: Ints  # [R'] draft tokens that AR did not confirm
     offered: Ints  # [R'] masks whose guesses could have held: in exact mode those before the draft
     held: Ints  # [R'] of these, from the left: AR confirmed them, or in lossy mode they passed the rule
+    sure: np.ndarray  # [R', B-1] the probability of each token of the draft that was verified; NaN: none, or unknown
     logprobs: dict[int, list[TokenLogprob]]  # of the committed tokens, by index in `rows`; for who asked
 
 
@@ -137,6 +139,7 @@ def lay_out(
             trusted=trusted,
             prompt=int(prompt.sum()),
             rows=int(ends.sum()),
+            sure=state.sure[rows],
         )
 
     # A part is a row's clean tokens or one of its groups; offsets within the part give all the rest.
@@ -211,6 +214,7 @@ class Decoder:
         which = np.arange(len(rows))
         size = groups[which, agreed]
         logits, guesses, run = first[:0], np.zeros((len(rows), 0), dtype=np.int64), np.zeros_like(rows)
+        sure, p = state.sure[rows], np.full((len(rows), state.sure.shape[1]), np.nan)
         if size.any():
             begin = last + 1 + (np.cumsum(groups, axis=1) - groups)[which, agreed]
             logits = _runs(every, begin + shift, size) if together else self._logits(hidden, begin, size)
@@ -221,6 +225,8 @@ class Decoder:
             guessed, of_row = np.maximum(guesses[real], 0), np.repeat(rows, size)
             accepted[real] = passes(logits, guessed, state.rule[of_row], state.tau[of_row])
             run = accepted_run(accepted & (guesses != NONE_LEFT))
+            if state.adaptive[rows].any():
+                p[:, : guesses.shape[1]][real] = self.model.probability(logits, guessed)
 
         # Exact: the agreeing draft and AR's next token, together c_0 .. c_k; the run is the next draft.
         # Lossy: AR's next token and the run itself.
@@ -246,6 +252,7 @@ class Decoder:
         room = np.where(exact, np.maximum(limit - length - 1, 0), 0)  # a budget's last token is never a draft
         drafted = np.minimum(run, room)
         state.drafted[rows] = drafted
+        state.sure[rows] = np.where(np.arange(p.shape[1]) < drafted[:, None], p, np.nan)
         if guesses.shape[1]:
             column = np.arange(guesses.shape[1])
             chosen = column < drafted[:, None]
@@ -276,6 +283,7 @@ class Decoder:
             rejected=j - agreed,
             offered=offered,
             held=held,
+            sure=sure,
             logprobs=logprobs,
         )
 

@@ -339,6 +339,20 @@ class NativeForward:
         )
         return logits
 
+    def probability(self, logits: Tensor, tokens: np.ndarray) -> np.ndarray:
+        """float32 [M]: softmax(logits [M, vocabulary]) of each row's token, int64 [M]."""
+        tokens = np.ascontiguousarray(tokens, dtype=np.int64)
+        found = np.empty(len(tokens), dtype=np.float32)
+        self._library.mars_probability(
+            _Pointer(logits.contiguous().data_ptr()),
+            _Int(logits.shape[1]),
+            _Pointer(tokens.ctypes.data),
+            _Int(len(tokens)),
+            _Pointer(found.ctypes.data),
+            _Int(self._threads),
+        )
+        return found
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights that a forward and its logits read; not the embedding, nor the rotations.

@@ -631,6 +631,27 @@ void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t width
   }
 }
 
+/* p[i] = softmax(logits[i])[token[i]], for `count` rows of `n` logits. */
+void mars_probability(const float *logits, int64_t n, const int64_t *token, int64_t count, float *p,
+                      int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < count; i++) {
+    const float *x = logits + i * n, own = x[token[i]];
+    const vf most = (vf){0} + 80.0f; /* a token this far behind another has no chance */
+    vf sums = {0};
+    int64_t j = 0;
+    for (; j + V <= n; j += V) {
+      vf ahead = *(const vf *)(x + j) - own;
+      vi more = ahead > most;
+      sums += vexp((vf)(((vi)most & more) | ((vi)ahead & ~more)));
+    }
+    float sum = 0;
+    for (; j < n; j++) sum += expf(x[j] - own);
+    for (int k = 0; k < V; k++) sum += sums[k];
+    p[i] = 1.0f / sum;
+  }
+}
+
 /* x[tokens][hidden]: embeddings in, final hidden states out.
  * Scratch: normed [tokens][hidden, up to whole vectors or groups], whole numbers: or [tokens][intermediate];
  * qkv [tokens][(q + 2 kv) dim]; mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
