@@ -125,7 +125,9 @@ def test_products_of_whole_numbers_are_their_groups_sums(weights, steps, size, t
         part = x[:, 64 * group : 64 * group + 64]
         part = torch.nn.functional.pad(part, (0, 64 - part.shape[1]))
         top = part.abs().amax(dim=1, keepdim=True)
-        times = torch.where(top > 0, torch.full_like(top, steps).div(top), 0)  # float32, as the kernels have it
+        times = torch.where(
+            top > 0, torch.full_like(top, steps).div(top), 0
+        )  # float32, as the kernels have it
         rounded = (part.double() * times.double()).round()
         sums = rounded @ whole[:, 64 * group : 64 * group + 64].double().T
         assert torch.equal(sums, sums.round())
@@ -135,6 +137,16 @@ def test_products_of_whole_numbers_are_their_groups_sums(weights, steps, size, t
     x[-1, 100] = float("nan")
     assert forward.logits(x)[-1].isnan().all()
     assert not forward.logits(x)[:-1].isnan().any()
+
+
+@pytest.mark.parametrize("vocabulary", [320, 333])
+def test_probabilities_are_the_softmax(vocabulary):
+    logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(0)) * 10
+    logits[0, 7], logits[1, 3], logits[2, 9] = -torch.inf, 500.0, torch.nan
+    tokens = np.array([4, 5, 6, int(logits[3].argmax()), 8])
+    found = NativeForward(native_checkpoint().model, 1, 16).probability(logits, tokens)
+    expected = logits.softmax(-1)[torch.arange(5), torch.from_numpy(tokens)]
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
 def test_bfloat16_weights_are_kept_to_a_sixteenth_of_their_groups_largest():
@@ -161,7 +173,10 @@ def test_the_largest_sums_of_whole_numbers_fit():
         checkpoint.model.get_output_embeddings().weight.fill_(1.9921875)  # 255 / 128: every bit is set
     forward = NativeForward(checkpoint.model, 1, 16)
     torch.testing.assert_close(
-        forward.logits(torch.full((2, 128), 3.0)), torch.full((2, 320), 3.0 * 1.9921875 * 128), rtol=1e-5, atol=0
+        forward.logits(torch.full((2, 128), 3.0)),
+        torch.full((2, 320), 3.0 * 1.9921875 * 128),
+        rtol=1e-5,
+        atol=0,
     )
 
 

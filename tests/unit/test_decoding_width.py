@@ -7,13 +7,16 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from mars_lm.decoding import Engine, generate
 from mars_lm.decoding.width import (
     KINDS,
+    MEMORY,
     PRIOR,
     PRIOR_WEIGHT,
     PROBE_EVERY,
+    SURE,
     THRESHOLDS,
     AdaptiveWidth,
     ForwardCost,
@@ -263,3 +266,63 @@ def test_whatever_is_chosen_the_text_is_one_token_modes(recovery):
     assert [r.token_ids for r in results] == expected
     assert placed == {0, 1, 2, 3}
     assert sum(r.masks for r in results) > 0
+
+
+def test_masks_go_where_the_draft_is_likely_to_end():
+    """The first token is sure and the second is not: the group between them is worth more than any other."""
+    groups, drafted = full_groups(1, 3)
+    everybody = np.ones(1, dtype=bool)
+    chooser = width(0.3)
+    doubtful = chooser.choose(groups, drafted, everybody, 4, sure=np.array([[0.97, 0.05, 0.9]]))[0]
+    certain = width(0.3).choose(groups, drafted, everybody, 4, sure=np.array([[0.97, 0.97, 0.97]]))[0]
+    assert doubtful[1] > 0 == doubtful[0] == doubtful[3]
+    assert certain[3] > 0 == certain[0] == certain[1]
+    unknown = width(0.3).choose(groups, drafted, everybody, 4, sure=np.full((1, 3), np.nan))
+    assert (unknown == width(0.3).choose(groups, drafted, everybody, 4)).all()
+
+
+def test_what_a_probability_is_worth_is_learnt_from_drafts_that_were_verified():
+    chooser = width(0.0)
+    hits, tries = chooser.sure_hits.copy(), chooser.sure_tries.copy()
+    sure = np.array([[0.31, 0.95, np.nan], [1.0, 0.39, 0.62], [np.nan, np.nan, np.nan]])
+    chooser.learn(np.array([0, 0, 5]), np.array([2, 3, 3]), np.array([1, 1, 2]), sure)
+    seen = np.zeros(SURE)
+    seen[[3, 9]] = 2  # 0.31 held and 0.39 did not; 1.0 held and 0.95 did not; 0.62 was never reached
+    assert (chooser.sure_tries - tries)[0] == pytest.approx(seen)
+    assert (chooser.sure_hits - hits)[0] == pytest.approx(seen / 2)
+    assert (chooser.sure_tries[1:] == tries[1:]).all()
+    for _ in range(300):
+        chooser.learn(np.zeros(1, int), np.array([1]), np.array([0]), np.array([[0.95, np.nan, np.nan]]))
+    assert chooser.sure_hits[0, 9] / chooser.sure_tries[0, 9] < 0.2
+    assert chooser.sure_tries.max() <= MEMORY + 1
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_engine_knows_how_sure_the_model_was_of_its_draft(kernels):
+    """Against the probabilities that a plain forward over text and masks gives."""
+    checkpoint = tiny_checkpoint("llama", seed=3, head_dim=16)
+    engine = Engine(checkpoint, max_rows=2, kernels=kernels)
+    prompt = [5, 6, 7, 8]
+    engine.add(prompt, DecodingSettings(max_new_tokens=20, ignore_eos=True))
+    engine._width.cost = ForwardCost(dict.fromkeys((1, 8, 32), 1.0))  # all masks
+    state = engine._state
+    seen = 0
+    for _ in range(6):
+        known = [int(t) for t in state.tokens[0, : state.length[0]]] or prompt
+        before = engine._state.drafted[0]
+        engine.step()
+        length, drafted = int(state.length[0]), int(state.drafted[0])
+        if before or not drafted:  # the masks stood behind a draft: another text than the committed one
+            continue
+        ids = torch.tensor([[*known, *[checkpoint.mars.mask_token_id] * 3]])
+        logits = checkpoint.model(ids).logits[0].float()
+        logits[:, checkpoint.mars.mask_token_id] = -torch.inf
+        p = logits.softmax(-1)[len(known) :]
+        draft = state.tokens[0, length : length + drafted]
+        expected = p[torch.arange(drafted), torch.from_numpy(draft)]
+        torch.testing.assert_close(
+            torch.from_numpy(state.sure[0, :drafted]).float(), expected, rtol=1e-3, atol=1e-5
+        )
+        assert np.isnan(state.sure[0, drafted:]).all()
+        seen += 1
+    assert seen

@@ -21,11 +21,6 @@ from mars_lm.decoding.width import AdaptiveWidth
 
 Ints = np.ndarray
 
-# Up to so many logits are computed by one product, even those of masks that turn out to be read by nobody.
-# SmolLM2-135M's output matrix, bfloat16, one thread, ms by logits: 1: 8, 3: 14, 4: 15, 7: 21, 8: 23, 16: 38.
-# So 7 at once cost less than 4 and then 3 (29), and 16 of which 7 are read would cost more.
-FEW = 13
-
 
 class Rows:
     """The state of every row, one array entry each; an entry means something while its row is active."""
@@ -92,7 +87,9 @@ class Commit:
     rejected: Ints  # [R'] draft tokens that AR did not confirm
     offered: Ints  # [R'] masks whose guesses could have held: in exact mode those before the draft
     held: Ints  # [R'] of these, from the left: AR confirmed them, or in lossy mode they passed the rule
-    sure: np.ndarray  # [R', B-1] the probability of each token of the draft that was verified; NaN: none, or unknown
+    sure: (
+        np.ndarray
+    )  # [R', B-1] the probability of each token of the draft that was verified; NaN: none, or unknown
     logprobs: dict[int, list[TokenLogprob]]  # of the committed tokens, by index in `rows`; for who asked
 
 
@@ -198,7 +195,7 @@ class Decoder:
         # AR candidates behind every prefix of the draft, c_0 .. c_j.
         last = window.first[pick] + window.clean[pick] - 1  # flat index of the last clean token
         runs = j + 1 + groups.sum(axis=1)
-        together = bool(groups.any()) and runs.sum() <= FEW
+        together = bool(groups.any()) and runs.sum() <= self.model.one_product
         if together:  # a row's logits are behind each other: one product, of which both stages take theirs
             every = self._logits(hidden, last - j, runs)
             shift = np.cumsum(runs) - runs - (last - j)

@@ -13,14 +13,14 @@ BITS = 12  # of a weight, beside its sign
 def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights as int16 times a power of two for each group of inputs.
 
-    A group's largest weight keeps four bits more than bfloat16 has, so every weight down to a sixteenth of it
-    is the bfloat16 one exactly, and a smaller one is within 2^-13 of the largest one's power of two. Sums of a
-    group's products with whole numbers of 13 bits and a sign fit in 32 bits.
+    A group's largest weight keeps four bits more than bfloat16 has, so every weight down to a sixteenth of
+    it is the bfloat16 one exactly, and a smaller one is within 2^-13 of the largest one's power of two. Sums
+    of a group's products with whole numbers of 13 bits and a sign fit in 32 bits.
 
     Args:
         weight: bfloat16 [n, k], finite; k a multiple of GROUP.
     Returns:
-        int16 [n, k]; uint8 [n, k / GROUP], the exponent bits that the powers of two have as float32 (0: zero).
+        int16 [n, k]; uint8 [n, k / GROUP], the exponent bits of the powers of two as float32 (0: zero).
     """
     groups = weight.detach().float().unflatten(1, (-1, GROUP))
     _, exponent = torch.frexp(groups.abs().amax(dim=2))  # the largest is below 2^exponent

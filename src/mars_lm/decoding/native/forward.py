@@ -251,6 +251,8 @@ class NativeForward:
             the reason.
     """
 
+    one_product = 26
+
     def __init__(self, model: Any, rows: int, slots: int, *, int8: bool = False) -> None:
         self._check_kind(model)
         self._library = library()
