@@ -15,9 +15,10 @@ from mars_lm.decoding import Engine, generate
 from mars_lm.decoding.executors import make_forward
 from mars_lm.decoding.forward import Feed, ModelForward
 from mars_lm.decoding.native import build
+from mars_lm.decoding.native import fixed_point as fixed_point_module
 from mars_lm.decoding.native import forward as native
 from mars_lm.decoding.native.fixed_point import fixed_point
-from mars_lm.decoding.native.forward import _BFLOAT16, _INT16, NativeForward
+from mars_lm.decoding.native.forward import _BFLOAT16, _INT8, _INT16, NativeForward
 from mars_lm.decoding.width import forward_cost
 from mars_lm.errors import MarsError
 from mars_lm.int8 import quantized, round_weights
@@ -42,7 +43,7 @@ KINDS = {
 }
 
 
-# What the weights can be; for int8 in groups of 64.
+# What the weights can be; whole numbers have groups of 64.
 WEIGHTS = {"float32": {}, "bfloat16": {}, "int8": {"hidden_size": 64, "intermediate_size": 100}}
 
 
@@ -164,6 +165,43 @@ def test_bfloat16_weights_are_kept_to_a_sixteenth_of_their_groups_largest():
     error = (values.unflatten(1, (-1, 64)) - groups).abs()
     assert not error[exact].any()
     assert (error <= torch.clamp(most / 4096, min=1e-34)).all()
+
+
+def test_a_large_matrix_is_rounded_in_parts(monkeypatch):
+    weight = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole = fixed_point(weight)
+    monkeypatch.setattr(fixed_point_module, "AT_ONCE", 1000)
+    for part, expected in zip(fixed_point(weight), whole, strict=True):
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_scratch_has_room_for_what_is_packed_into_it(weights):
+    """The narrowest attention that the kernels take: a group of 64 is wider than all its heads."""
+    checkpoint = weighing(
+        weights, hidden_size=64, num_attention_heads=1, num_key_value_heads=1, intermediate_size=40
+    )
+    forward = NativeForward(checkpoint.model, 1, 16, int8=checkpoint.int8)
+    normed, qkv, mixed, mlp, _ = (buffer.shape[-1] for buffer in forward._buffers(3, 1))
+    layer = forward._layers[0]
+    assert normed >= max(layer.qkv.k, layer.gate_up.k)
+    assert qkv >= max(3 * 16, layer.out.k)
+    assert mixed >= 16
+    assert min(normed if forward._weights.kind >= _INT8 else mlp, mlp) >= layer.down.k
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-37, 1e30])
+def test_inputs_of_any_size_give_what_they_should(weights, size):
+    checkpoint = weighing(weights, hidden_size=128)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    x[1] *= size
+    x[2, 64:] *= size
+    logits = NativeForward(checkpoint.model, 1, 16, int8=checkpoint.int8).logits(x)
+    expected = x.double() @ checkpoint.model.get_output_embeddings().weight.detach().double().T
+    tolerance = {"float32": 1e-5, "bfloat16": 1e-3, "int8": 0.03}[weights]
+    for row, right in zip(logits.double(), expected, strict=True):
+        assert float((row - right).norm()) <= tolerance * float(right.norm()) + 1e-33
 
 
 def test_the_largest_sums_of_whole_numbers_fit():

@@ -136,7 +136,7 @@ def evaluate(
     from mars_lm.evaluation import tasks as task_loading
     from mars_lm.evaluation.run import evaluate as run
 
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    names = options.names(tasks)
     # Said before a model is loaded.
     task_loading.choose(names, data=data, run_code=run_generated_code)
     decoders.check_decoder(decoder, draft=draft is not None, heads=heads is not None)

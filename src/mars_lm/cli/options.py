@@ -136,6 +136,11 @@ def asked(**values: Any) -> dict[str, Any]:
     return named
 
 
+def names(listed: str) -> list[str]:
+    """Names with commas between them."""
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
 def load_checkpoint(model: str | None, adapter: str | None, dtype: str, *, terminal: Terminal) -> Checkpoint:
     """The checkpoint that `--model`, `--adapter` and `--dtype` name; the packaged one where none is named.
 

@@ -87,9 +87,11 @@ def sweep(
     from mars_lm.evaluation import tables
     from mars_lm.evaluation import tasks as task_loading
 
-    names = split(tasks)
+    names = options.names(tasks)
     task_loading.choose(names, data=data, run_code=run_generated_code)
-    sweeps.check_modes(split(modes), split(rules), draft=draft is not None, heads=heads is not None)
+    sweeps.check_modes(
+        options.names(modes), options.names(rules), draft=draft is not None, heads=heads is not None
+    )
     models = model or [None]  # type: ignore[list-item]
     if adapter is not None and len(models) > 1:
         raise MarsError("--adapter goes with one --model: `mars convert` merges the others.")
@@ -116,8 +118,8 @@ def sweep(
             checkpoint,
             taus=tau,
             block_sizes=block_size,
-            rules=split(rules),
-            modes=split(modes),
+            rules=options.names(rules),
+            modes=options.names(modes),
             adaptive=adaptive,
         ),
         names,
@@ -127,8 +129,3 @@ def sweep(
         say=terminal.note,
     )
     print(tables.sweep_table(result["rows"]))
-
-
-def split(names: str) -> list[str]:
-    """Names with commas between them."""
-    return [name.strip() for name in names.split(",") if name.strip()]

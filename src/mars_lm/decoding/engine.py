@@ -376,6 +376,7 @@ class Engine:
             state.tokens[row, :length] = request.prompt_ids
             state.prompt[row] = state.length[row] = length
             state.cached[row], state.drafted[row], state.offered[row] = shared, 0, 0
+            state.sure[row] = np.nan
             state.limit[row] = min(length + settings.max_new_tokens, self.max_length)
             state.fence[row] = length + (self._commit_block or NEVER)
             self._set_mode(row, settings)

@@ -8,6 +8,7 @@ from torch import Tensor
 from mars_lm.int8 import GROUP
 
 BITS = 12  # of a weight, beside its sign
+AT_ONCE = 2**22  # weights, so that a large matrix is never whole in float32
 
 
 def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +23,13 @@ def fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         int16 [n, k]; uint8 [n, k / GROUP], the exponent bits of the powers of two as float32 (0: zero).
     """
-    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    parts = [_fixed_point(part) for part in weight.detach().split(max(AT_ONCE // weight.shape[1], 1))]
+    whole, bits = zip(*parts, strict=True)
+    return torch.cat(whole), torch.cat(bits)
+
+
+def _fixed_point(weight: Tensor) -> tuple[Tensor, Tensor]:
+    groups = weight.float().unflatten(1, (-1, GROUP))
     _, exponent = torch.frexp(groups.abs().amax(dim=2))  # the largest is below 2^exponent
     bits = exponent - BITS + 127
     whole = torch.ldexp(groups, (BITS - exponent)[..., None]).round()

@@ -179,6 +179,8 @@ class _Packed:
             whole, scales = quantized(padded) if self.kind == _INT8 else fixed_point(padded)
             scale = self._keep(scales.unflatten(0, (-1, panel)).transpose(1, 2))
             padded = (whole.to(torch.int16) + 128).to(torch.uint8) if self.kind == _INT8 else whole
+        else:
+            padded = padded.to(self.dtype)
         packed = padded.unflatten(0, (-1, panel)).transpose(1, 2)
         if self.kind != _FLOAT32:
             packed = packed.unflatten(1, (-1, 4 if self.kind == _INT8 else 2)).transpose(2, 3)
@@ -243,7 +245,7 @@ class NativeForward:
 
     Args:
         model: a causal LM of one of `KERNEL_FAMILIES`, float32 or bfloat16, on the CPU. It keeps its own
-            weights; the kernels read a packed copy of them.
+            weights; the kernels read a packed copy of them (bfloat16: `fixed_point`, where that is faster).
         rows, slots: size of the cache.
         int8: the packed copy is rounded to int8, and so is what it is multiplied with.
     Raises:
@@ -343,10 +345,10 @@ class NativeForward:
 
     def probability(self, logits: Tensor, tokens: np.ndarray) -> np.ndarray:
         """float32 [M]: softmax(logits [M, vocabulary]) of each row's token, int64 [M]."""
-        tokens = np.ascontiguousarray(tokens, dtype=np.int64)
+        logits, tokens = logits.contiguous(), np.ascontiguousarray(tokens, dtype=np.int64)
         found = np.empty(len(tokens), dtype=np.float32)
         self._library.mars_probability(
-            _Pointer(logits.contiguous().data_ptr()),
+            _Pointer(logits.data_ptr()),
             _Int(logits.shape[1]),
             _Pointer(tokens.ctypes.data),
             _Int(len(tokens)),
@@ -374,7 +376,7 @@ class NativeForward:
                 torch.empty(tokens, width)
                 for width in (
                     max(self._layers[0].qkv.k, model.intermediate),
-                    heads * model.head_dim,
+                    max(heads * model.head_dim, self._layers[0].out.k),
                     model.q_heads * model.head_dim,
                     model.intermediate,
                 )

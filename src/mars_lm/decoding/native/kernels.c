@@ -367,7 +367,8 @@ static void quantize(const float *x, const float *weight, float norm, int64_t co
     for (int j = 0; j < half; j++) bits[j] = bits[j] > bits[j + half] ? bits[j] : bits[j + half];
   float top;
   memcpy(&top, bits, sizeof top);
-  float times = top > 0 ? limit / top : 0.0f;
+  float times = limit / top;
+  if (!(times < INFINITY)) times = 0.0f; /* next to nothing, or no number */
   for (int i = 0; i < GROUP / V; i++) {
     vi q = (vi)(v[i] * times + 12582912.0f) - 0x4b400000; /* 1.5 * 2^23: the sum's last bits are the rounded value */
     if (weights == INT16)
@@ -654,7 +655,7 @@ void mars_probability(const float *logits, int64_t n, const int64_t *token, int6
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
  * Scratch: normed [tokens][hidden, up to whole vectors or groups], whole numbers: or [tokens][intermediate];
- * qkv [tokens][(q + 2 kv) dim]; mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
+ * qkv [tokens][(q + 2 kv) dim], or as wide as packed mixed; mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
  */
 void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
                   float *mlp, float *own, int64_t own_size, int64_t threads) {
