@@ -87,9 +87,7 @@ class Commit:
     rejected: Ints  # [R'] draft tokens that AR did not confirm
     offered: Ints  # [R'] masks whose guesses could have held: in exact mode those before the draft
     held: Ints  # [R'] of these, from the left: AR confirmed them, or in lossy mode they passed the rule
-    sure: (
-        np.ndarray
-    )  # [R', B-1] the probability of each token of the draft that was verified; NaN: none, or unknown
+    sure: np.ndarray  # [R', B-1] the model's probability of each token of the draft that was verified, or NaN
     logprobs: dict[int, list[TokenLogprob]]  # of the committed tokens, by index in `rows`; for who asked
 
 
@@ -222,7 +220,7 @@ class Decoder:
             guessed, of_row = np.maximum(guesses[real], 0), np.repeat(rows, size)
             accepted[real] = passes(logits, guessed, state.rule[of_row], state.tau[of_row])
             run = accepted_run(accepted & (guesses != NONE_LEFT))
-            if state.adaptive[rows].any():
+            if (state.adaptive[rows] & exact).any():
                 p[:, : guesses.shape[1]][real] = self.model.probability(logits, guessed)
 
         # Exact: the agreeing draft and AR's next token, together c_0 .. c_k; the run is the next draft.
