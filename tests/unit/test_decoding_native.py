@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from mars_lm.decoding.native import build
 from mars_lm.decoding.native import fixed_point as fixed_point_module
 from mars_lm.decoding.native import forward as native
 from mars_lm.decoding.native.fixed_point import fixed_point
-from mars_lm.decoding.native.forward import _BFLOAT16, _INT8, _INT16, NativeForward
+from mars_lm.decoding.native.forward import _BFLOAT16, _FLOAT32, _INT8, _INT16, _TILES, NativeForward
 from mars_lm.decoding.width import forward_cost
 from mars_lm.errors import MarsError
 from mars_lm.int8 import quantized, round_weights
@@ -43,15 +45,25 @@ KINDS = {
 }
 
 
-# What the weights can be; whole numbers have groups of 64.
-WEIGHTS = {"float32": {}, "bfloat16": {}, "int8": {"hidden_size": 64, "intermediate_size": 100}}
+# What the kernels know weights as, and shapes that fill their units: groups of 64, tiles of 32.
+WEIGHTS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int16": _INT16, "tiles": _TILES, "int8": _INT8}
+SHAPES = {"tiles": {"head_dim": 32}, "int8": {"hidden_size": 64, "intermediate_size": 100}}
+BFLOAT16 = ("bfloat16", "int16", "tiles")
 
 
-def weighing(weights: str, **overrides):
-    """A checkpoint whose engine computes with such weights."""
-    dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
-    made = native_checkpoint(dtype=dtype, **{**WEIGHTS[weights], **overrides})
-    return dataclasses.replace(made, int8=weights == "int8")
+@pytest.fixture
+def weighing(monkeypatch):
+    """A checkpoint whose engine computes with such weights, whatever is fastest on this processor."""
+
+    def make(weights: str, **overrides):
+        if weights == "tiles" and not build.library().mars_has_tiles():
+            pytest.skip("this processor has no tiles")
+        monkeypatch.setattr(native, "_kind", lambda *_: WEIGHTS[weights])
+        dtype = torch.bfloat16 if weights in BFLOAT16 else torch.float32
+        made = native_checkpoint(dtype=dtype, **{**SHAPES.get(weights, {}), **overrides})
+        return dataclasses.replace(made, int8=weights == "int8")
+
+    return make
 
 
 def native_checkpoint(kind: str = "llama", dtype: torch.dtype = torch.float32, **overrides):
@@ -86,31 +98,53 @@ def test_gates_of_any_size_are_transformers_own(gain):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
+def holes(sees=True):
+    """Two rows, masks that skip slots, a block that sees ahead; or the same, and each sees what is before it."""
+    ids = [int(i) for i in torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(2))]
+    ahead, skips = {3: (21, 23), 4: (21, 23), 5: (22, 25)}, {0: (11, 7), 1: (11, 8), 2: (11, 9), 3: (11, 10)}
+    return [
+        feed((0, ids[:20], 0), (2, ids[5:8], 0)),
+        feed((0, ids[20:26], 20), (2, ids[8:12], 3), sees=ahead if sees else {}),
+        feed((2, ids[12:16], 7), sees=skips if sees else {}),
+    ]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_rows_holes_and_groups_are_seen_as_the_torch_forward_sees_them(kind):
-    """Two rows, masks that skip slots, a block that sees ahead: the same hidden states from both forwards."""
+    """The same hidden states from both forwards."""
     checkpoint = native_checkpoint(kind)
     native, plain = NativeForward(checkpoint.model, 3, 64), ModelForward(checkpoint.model, 3, 64)
-    ids = [int(i) for i in torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(2))]
-    steps = [
-        feed((0, ids[:20], 0), (2, ids[5:8], 0)),
-        feed((0, ids[20:26], 20), (2, ids[8:12], 3), sees={3: (21, 23), 4: (21, 23), 5: (22, 25)}),
-        feed((2, ids[12:16], 7), sees={0: (11, 7), 1: (11, 8), 2: (11, 9), 3: (11, 10)}),
-    ]
     with torch.inference_mode():
-        for step in steps:
+        for step in holes():
             torch.testing.assert_close(native.hidden(step), plain.hidden(step), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_tiles_see_the_same(weighing, kind):
+    """Up to rounding, which is far less than what it would be to see other slots."""
+    weighing("tiles")
+    checkpoint = native_checkpoint(kind, torch.bfloat16, **SHAPES["tiles"])
+    forward = NativeForward(checkpoint.model, 3, 64)
+    float32 = copy.deepcopy(checkpoint.model).float()
+    plain, blind = ModelForward(float32, 3, 64), ModelForward(float32, 3, 64)
+    with torch.inference_mode():
+        for step, other in zip(holes(), holes(sees=False), strict=True):
+            expected, without = plain.hidden(step), blind.hidden(other)
+            error, change = (
+                (found - expected).norm(dim=1) / expected.norm(dim=1)
+                for found in (forward.hidden(step), without)
+            )
+            assert error.max() < 0.03
+            assert change.max() > 0.3 or step.sees_before.tolist() == other.sees_before.tolist()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 13, 14, 26, 27, 60])
 @pytest.mark.parametrize("size", [192, 200])
-@pytest.mark.parametrize(("weights", "steps"), [("int8", 127), ("bfloat16", 8191)])
-def test_products_of_whole_numbers_are_their_groups_sums(weights, steps, size, tokens):
+@pytest.mark.parametrize(("weights", "steps"), [("int8", 127), ("int16", 8191)])
+def test_products_of_whole_numbers_are_their_groups_sums(weighing, weights, steps, size, tokens):
     """Against a slow count in whole numbers; what is multiplied is rounded in groups, as the weights are."""
     checkpoint = weighing(weights, hidden_size=size, num_attention_heads=4)
     forward = NativeForward(checkpoint.model, 1, 16, int8=checkpoint.int8)
-    if weights == "bfloat16" and forward._weights.kind != _INT16:
-        pytest.skip("this processor multiplies bfloat16 weights as floats")
     x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens)) * 3
     x[0, :64] = 0.0
     matrix = torch.nn.functional.pad(
@@ -176,7 +210,7 @@ def test_a_large_matrix_is_rounded_in_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_scratch_has_room_for_what_is_packed_into_it(weights):
+def test_scratch_has_room_for_what_is_packed_into_it(weighing, weights):
     """The narrowest attention that the kernels take: a group of 64 is wider than all its heads."""
     checkpoint = weighing(
         weights, hidden_size=64, num_attention_heads=1, num_key_value_heads=1, intermediate_size=40
@@ -185,28 +219,29 @@ def test_scratch_has_room_for_what_is_packed_into_it(weights):
     normed, qkv, mixed, mlp, _ = (buffer.shape[-1] for buffer in forward._buffers(3, 1))
     layer = forward._layers[0]
     assert normed >= max(layer.qkv.k, layer.gate_up.k)
-    assert qkv >= max(3 * 16, layer.out.k)
-    assert mixed >= 16
-    assert min(normed if forward._weights.kind >= _INT8 else mlp, mlp) >= layer.down.k
+    head_dim = checkpoint.model.config.head_dim
+    assert qkv >= max(3 * head_dim, layer.out.k)
+    assert mixed >= head_dim
+    assert min(normed if weights in ("int8", "int16") else mlp, mlp) >= layer.down.k
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-37, 1e30])
-def test_inputs_of_any_size_give_what_they_should(weights, size):
+def test_inputs_of_any_size_give_what_they_should(weighing, weights, size):
     checkpoint = weighing(weights, hidden_size=128)
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
     x[1] *= size
     x[2, 64:] *= size
     logits = NativeForward(checkpoint.model, 1, 16, int8=checkpoint.int8).logits(x)
     expected = x.double() @ checkpoint.model.get_output_embeddings().weight.detach().double().T
-    tolerance = {"float32": 1e-5, "bfloat16": 1e-3, "int8": 0.03}[weights]
+    tolerance = {"float32": 1e-5, "bfloat16": 1e-5, "int16": 1e-3, "tiles": 0.005, "int8": 0.03}[weights]
     for row, right in zip(logits.double(), expected, strict=True):
         assert float((row - right).norm()) <= tolerance * float(right.norm()) + 1e-33
 
 
-def test_the_largest_sums_of_whole_numbers_fit():
+def test_the_largest_sums_of_whole_numbers_fit(weighing):
     """All weights and all inputs at their largest, of one sign: the sum of a group is next to 2^31."""
-    checkpoint = weighing("bfloat16", hidden_size=128)
+    checkpoint = weighing("int16", hidden_size=128)
     with torch.no_grad():
         checkpoint.model.get_output_embeddings().weight.fill_(1.9921875)  # 255 / 128: every bit is set
     forward = NativeForward(checkpoint.model, 1, 16)
@@ -218,30 +253,56 @@ def test_the_largest_sums_of_whole_numbers_fit():
     )
 
 
-def test_a_processor_without_whole_number_products_multiplies_bfloat16_as_floats(monkeypatch):
-    """The same logits up to rounding, and far nearer to float32's than transformers' own in bfloat16."""
-    checkpoint = weighing("bfloat16", hidden_size=64, intermediate_size=100)
+def test_bfloat16_weights_are_multiplied_as_the_processor_does_it_best():
+    """As tiles where it has them and heads fill them, else as whole numbers, else as floats."""
+    for tiles, int16, head_dim, kind in (
+        (1, 1, 64, _TILES),
+        (1, 1, 48, _INT16),
+        (0, 1, 64, _INT16),
+        (0, 0, 64, _BFLOAT16),
+    ):
+        kernels = SimpleNamespace(mars_has_tiles=lambda has=tiles: has, mars_has_int16=lambda has=int16: has)
+        assert native._kind(torch.bfloat16, False, head_dim, kernels) == kind
+        assert native._kind(torch.bfloat16, True, head_dim, kernels) == _INT8
+        assert native._kind(torch.float32, False, head_dim, kernels) == _FLOAT32
+
+
+# What a model's logits may be off by, from the same weights in float32, and against transformers in bfloat16.
+@pytest.mark.parametrize(
+    ("weights", "most", "of_theirs"), [("bfloat16", 1e-5, 0.01), ("int16", 2e-3, 0.2), ("tiles", 0.05, 0.8)]
+)
+def test_bfloat16_is_nearer_to_float32_than_transformers_is(weighing, weights, most, of_theirs):
+    checkpoint = weighing(weights, hidden_size=64, intermediate_size=100)
     ids = torch.randint(0, 300, (1, 60), generator=torch.Generator().manual_seed(3))
-    logits, kind_of = {}, native._kind
-    for has_int16 in (False, True):
-        monkeypatch.setattr(native, "_kind", lambda dtype, int8, _, has=has_int16: kind_of(dtype, int8, has))
-        forward = NativeForward(checkpoint.model, 1, 64)
-        assert forward._weights.kind == (_INT16 if has_int16 else _BFLOAT16)
-        with torch.inference_mode():
-            logits[has_int16] = forward.logits(forward.hidden(Feed.of_one_row(ids[0].numpy())))
+    forward = NativeForward(checkpoint.model, 1, 64)
     with torch.inference_mode():
+        logits = forward.logits(forward.hidden(Feed.of_one_row(ids[0].numpy())))
         theirs = checkpoint.model(ids).logits[0].float()
         exact = checkpoint.model.float()(ids).logits[0]
 
     def error(values):
         return float((values - exact).norm() / exact.norm())
 
-    assert error(logits[False]) < 1e-5
-    assert error(logits[True]) < 2e-3
-    assert error(logits[True]) < 0.2 * error(theirs)
+    assert error(logits) < most
+    assert error(logits) < of_theirs * error(theirs)
 
 
-def test_int8_logits_are_those_of_modules_that_round_what_they_multiply():
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 32, 33, 60])
+@pytest.mark.parametrize("size", [192, 200])
+def test_products_of_tiles_are_those_of_rounded_inputs(weighing, size, tokens):
+    checkpoint = weighing("tiles", hidden_size=size)
+    x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens)) * 3
+    matrix = checkpoint.model.get_output_embeddings().weight.detach()
+    expected = x.bfloat16().double() @ matrix.double().T
+    forward = NativeForward(checkpoint.model, 1, 16)
+    atol = 1e-6 * float(expected.abs().max())
+    torch.testing.assert_close(forward.logits(x).double(), expected, rtol=0, atol=atol)
+    x[-1, 100] = float("nan")
+    assert forward.logits(x)[-1].isnan().all()
+    assert not forward.logits(x)[:-1].isnan().any()
+
+
+def test_int8_logits_are_those_of_modules_that_round_what_they_multiply(weighing):
     checkpoint = weighing("int8", hidden_size=128)
     forward = NativeForward(checkpoint.model, 2, 100, int8=True)
     round_weights(checkpoint.model)
@@ -262,7 +323,7 @@ def test_int8_logits_are_those_of_modules_that_round_what_they_multiply():
     assert float((logits - expected).norm() / expected.norm()) < 0.01
 
 
-def test_rounded_weights_are_rounded_once():
+def test_rounded_weights_are_rounded_once(weighing):
     checkpoint = weighing("int8")
     round_weights(checkpoint.model)
     before = [p.clone() for p in checkpoint.model.parameters()]
@@ -277,7 +338,7 @@ def test_rounded_weights_are_rounded_once():
 
 def test_int8_and_whole_weights_of_one_model_are_kept_apart():
     """One model may be read in both: neither is packed again for the other, nor clocked with it."""
-    checkpoint = weighing("int8")
+    checkpoint = native_checkpoint(**SHAPES["int8"])
     engines = [Engine(dataclasses.replace(checkpoint, int8=int8)) for int8 in (True, False, True, False)]
     packed = [engine._model._weights for engine in engines]
     assert packed[0] is packed[2] is not packed[1]
@@ -296,7 +357,7 @@ def test_weights_that_are_no_numbers_are_named():
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_token_is_bit_equal_in_any_company(weights):
+def test_a_token_is_bit_equal_in_any_company(weighing, weights):
     """However the prompt is cut and whatever the other rows hold: the same bits, in every weight type."""
     checkpoint = weighing(weights)
     int8 = checkpoint.int8
@@ -318,8 +379,8 @@ def test_a_token_is_bit_equal_in_any_company(weights):
 
 
 @pytest.mark.parametrize("recovery", [True, False])
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_exact_mode_in_few_bits_says_what_one_token_mode_says(weights, recovery):
+@pytest.mark.parametrize("weights", ["int16", "tiles", "int8"])
+def test_exact_mode_in_few_bits_says_what_one_token_mode_says(weighing, weights, recovery):
     """Random models tie often; without bit-equal logits some of these texts would part."""
     for seed in range(6):
         checkpoint = weighing(weights, seed=seed)
@@ -334,12 +395,15 @@ def test_exact_mode_in_few_bits_says_what_one_token_mode_says(weights, recovery)
         assert [r.token_ids for r in together] == [r.token_ids for r in alone]
 
 
-def test_a_broken_row_leaves_the_others_alone_and_a_reused_row_clean():
-    checkpoint = native_checkpoint()
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_broken_row_leaves_the_others_alone_and_a_reused_row_clean(weighing, weights):
+    checkpoint = weighing(weights)
     with torch.no_grad():
         checkpoint.model.get_input_embeddings().weight[8] = float("nan")
         checkpoint.model.get_output_embeddings().weight = torch.nn.Parameter(
-            torch.randn(320, 32, generator=torch.Generator().manual_seed(0))
+            torch.randn(
+                320, checkpoint.model.config.hidden_size, generator=torch.Generator().manual_seed(0)
+            ).to(checkpoint.model.dtype)
         )
     engine = Engine(checkpoint, max_rows=2)
     settings = DecodingSettings(max_new_tokens=5, ignore_eos=True)
@@ -350,11 +414,32 @@ def test_a_broken_row_leaves_the_others_alone_and_a_reused_row_clean():
         both = forward.hidden(feed((0, [3, 8, 5], 0), (1, [3, 4, 5], 0)))
         assert torch.isnan(both[1:3]).all()
         assert torch.equal(both[3:], clean)
+        forward.cache.wipe(0, 3)  # as the engine does it behind a broken request
         assert torch.equal(forward.hidden(feed((0, [3, 4, 5], 0))), clean)
+    first = engine.add([3, 4, 5], settings)
+    for _ in engine.stream():
+        pass
     broken = engine.add([3, 8, 5], settings)
     for _ in engine.stream():
         pass
     assert engine.result(broken).finish_reason == "error"
+    again = [engine.add([3, 4, 5], settings) for _ in range(2)]
+    for _ in engine.stream():
+        pass
+    assert [engine.result(i).token_ids for i in again] == [engine.result(first).token_ids] * 2
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("length", [1, 21, 32, 33])
+def test_a_copied_beginning_is_that_of_the_other_row(weighing, weights, length):
+    checkpoint = weighing(weights)
+    forward = NativeForward(checkpoint.model, 3, 64, int8=checkpoint.int8)
+    ids = [int(i) for i in torch.randint(0, 300, (45,), generator=torch.Generator().manual_seed(2))]
+    with torch.inference_mode():
+        forward.hidden(feed((0, ids[:40], 0), (2, ids[5:45], 0)))
+        forward.cache.copy_prefix(0, 2, length)
+        both = forward.hidden(feed((0, ids[3:9], length), (2, ids[3:9], length)))
+    assert torch.equal(both[:6], both[6:])
 
 
 def test_an_unseen_slot_that_is_broken_does_not_reach_a_token_of_the_same_pass():

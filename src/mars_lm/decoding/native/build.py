@@ -61,6 +61,7 @@ def _load() -> ctypes.CDLL:
         loaded.mars_vector,
         loaded.mars_queries,
         loaded.mars_has_int16,
+        loaded.mars_has_tiles,
         loaded.mars_model_bytes,
     ):
         function.restype = ctypes.c_int64

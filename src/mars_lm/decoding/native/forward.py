@@ -25,7 +25,10 @@ from mars_lm.int8 import GROUP, quantized
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 INT8_TOLERANCE = 0.3  # eight bits round more
 # What the kernels know weights as.
-_FLOAT32, _BFLOAT16, _INT8, _INT16 = range(4)
+_FLOAT32, _BFLOAT16, _INT8, _INT16, _TILES = range(5)
+
+# Of k, that the kernels multiply at once; of the others a vector.
+_UNITS = {_INT8: GROUP, _INT16: GROUP, _TILES: 32}
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
@@ -66,28 +69,37 @@ class _Feed(ctypes.Structure):
 
 
 class NativeCache:
-    """Keys and values of `rows` requests, `slots` each, float32, slot = position (SPEC 5).
+    """Keys and values of `rows` requests, `slots` each, slot = position (SPEC 5).
 
-    A layer's keys are [rows, kv_heads, slots / V, head_dim, V] (V slots beside each other make one vector),
-    its values [rows, kv_heads, slots, head_dim].
+    A layer's keys are float32 [rows, kv_heads, slots / V, head_dim, V] (V slots beside each other make one
+    vector), its values [rows, kv_heads, slots, head_dim]. For tiles both are bfloat16, in pairs of what is
+    summed over: [rows, kv_heads, slots / 2V, head_dim / 2, 2V, 2], [rows, kv_heads, slots / 2, head_dim, 2].
     """
 
-    def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, vector: int) -> None:
-        self.slots = -(-slots // (4 * vector)) * 4 * vector
-        cpu, heads = torch.device("cpu"), (rows, kv_heads)
-        key, value = (*heads, self.slots // vector, head_dim, vector), (*heads, self.slots, head_dim)
-        self.keys = [lazy_zeros(key, torch.float32, cpu) for _ in range(layers)]
-        self.values = [lazy_zeros(value, torch.float32, cpu) for _ in range(layers)]
+    def __init__(
+        self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, vector: int, kind: int
+    ) -> None:
+        self.slots = slots = -(-slots // (4 * vector)) * 4 * vector
+        dtype, key, value = torch.float32, (slots // vector, head_dim, vector), (slots, head_dim)
+        if kind == _TILES:
+            dtype = torch.bfloat16
+            key = (slots // (2 * vector), head_dim // 2, 2 * vector, 2)
+            value = (slots // 2, head_dim, 2)
+        self.keys, self.values = (
+            [lazy_zeros((rows, kv_heads, *shape), dtype, torch.device("cpu")) for _ in range(layers)]
+            for shape in (key, value)
+        )
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give row `target` the first `length` entries of row `source`."""
-        blocks = -(-length // self.keys[0].shape[-1])  # the last one with slots that nobody will see
-        for keys, values in zip(self.keys, self.values, strict=True):
-            keys[target, :, :blocks] = keys[source, :, :blocks]
-            values[target, :, :length] = values[source, :, :length]
+        for buffer in (*self.keys, *self.values):
+            together = self.slots // buffer.shape[2]  # the last ones with slots that nobody will see
+            buffer[target, :, : -(-length // together)] = buffer[source, :, : -(-length // together)]
 
     def wipe(self, row: int, slots: int) -> None:
-        """Nothing to do: the kernels never read a slot that a token does not see."""
+        """Zero a row's values where they may hold NaN: tiles multiply what a token does not see with 0."""
+        for buffer in self.values:
+            buffer[row, :, : -(-slots * buffer.shape[2] // self.slots)].zero_()
 
 
 class _Arena:
@@ -124,7 +136,7 @@ class _Packed:
         self.kept: list[Tensor] = []  # what the structs point to
         self._arena = _Arena()
         self.checked = False  # against transformers' own forward
-        self._unit = unit = GROUP if kind in (_INT8, _INT16) else vector  # of k
+        self._unit = unit = _UNITS.get(kind, vector)
         self.intermediate = config.intermediate_size + -config.intermediate_size % unit
         self.layers = [self._layer(layer) for layer in model.base_model.layers]
         self.norm = self._vector(model.base_model.norm.weight)
@@ -231,13 +243,15 @@ def _pack(model: Any, vector: int, kind: int) -> _Packed:
     return known[kind][1]
 
 
-def _kind(dtype: torch.dtype, int8: bool, has_int16: bool) -> int:
-    """What a model's weights are multiplied as."""
+def _kind(dtype: torch.dtype, int8: bool, head_dim: int, kernels: ctypes.CDLL) -> int:
+    """What a model's weights are multiplied as: what is fastest on this processor."""
     if int8:
         return _INT8
-    if dtype == torch.bfloat16:
-        return _INT16 if has_int16 else _BFLOAT16
-    return _FLOAT32
+    if dtype != torch.bfloat16:
+        return _FLOAT32
+    if head_dim % _UNITS[_TILES] == 0 and kernels.mars_has_tiles():
+        return _TILES
+    return _INT16 if kernels.mars_has_int16() else _BFLOAT16
 
 
 class NativeForward:
@@ -268,10 +282,10 @@ class NativeForward:
         self.model, self.device, self.dtype = model, torch.device("cpu"), torch.float32
         self.weights = "int8" if int8 else str(model.dtype)
         self._embed = model.get_input_embeddings()
-        kind = _kind(model.dtype, int8, bool(self._library.mars_has_int16()))
+        kind = _kind(model.dtype, int8, head_dim, self._library)
         self._weights = weights = _pack(model, vector, kind)
         kv_heads = config.num_key_value_heads
-        self.cache = NativeCache(len(weights.layers), rows, slots, kv_heads, head_dim, vector)
+        self.cache = NativeCache(len(weights.layers), rows, slots, kv_heads, head_dim, vector, kind)
         self._layers = (_Layer * len(weights.layers))(*weights.layers)
         for layer, keys, values in zip(self._layers, self.cache.keys, self.cache.values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
@@ -291,7 +305,7 @@ class NativeForward:
             sin=weights.sin,
             layer=ctypes.addressof(self._layers),
         )
-        queries = self._library.mars_queries()
+        queries = self._library.mars_queries(_Int(kind))
         self._own_size = queries * (self.cache.slots + 2 * head_dim)  # as `mars_forward` asks
         self._together = max(1, queries * kv_heads // config.num_attention_heads)  # tokens of a pass
         self._threads = _threads(weights.intermediate * config.hidden_size)

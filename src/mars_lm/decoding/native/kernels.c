@@ -16,6 +16,11 @@
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES 1
+#endif
 #include <math.h>
 #include <omp.h>
 #include <sched.h>
@@ -74,9 +79,9 @@ static void meet(Barrier *barrier) {
 /* ---- products ---------------------------------------------------------------------------------------- */
 
 enum { STORE, ADD, SWIGLU };   /* what becomes of a product */
-enum { FLOAT32, BFLOAT16, INT8, INT16 }; /* what weights are */
-static const int64_t bytes_of[] = {4, 2, 1, 2};
-#define IS_WHOLE(weights) ((weights) >= INT8)
+enum { FLOAT32, BFLOAT16, INT8, INT16, TILES }; /* what weights are; TILES: bfloat16, for the tile registers */
+static const int64_t bytes_of[] = {4, 2, 1, 2, 2};
+#define IS_WHOLE(weights) ((weights) == INT8 || (weights) == INT16)
 
 typedef struct {
   /* [panels][k][PANEL]; bfloat16 and int16: [panels][k / 2][PANEL][2]; int8: [panels][k / 4][PANEL][4], 128 added
@@ -163,8 +168,99 @@ static inline vf silu(vf x) {
   const vf least = (vf){0} - 88.0f; /* further down, the divisor stays as it is, and the result next to 0 */
   vi is_less = x < least;
   vf bounded = (vf)(((vi)least & is_less) | ((vi)x & ~is_less));
-  return x / (1.0f + vexp(-bounded));
+  vf d = 1.0f + vexp(-bounded);
+#if defined(__AVX512F__)
+  vf r = (vf)_mm512_rcp14_ps((__m512)d);
+  r = r * (2.0f - d * r);
+  r = r * (2.0f - d * r);
+  return x * r;
+#else
+  return x / d;
+#endif
 }
+
+/* ---- tiles ------------------------------------------------------------------------------------------- */
+
+/* Processors with AMX multiply a tile of up to 16 tokens and 32 of k with one of the same k and 16 outputs, all
+ * bfloat16, into a tile of float32. What is multiplied with tiles lies packed as bfloat16, [passes of TILE_ROWS
+ * tokens][k / TILE_K][rows][TILE_K], with TILE_ROWS rows, of which the last pass's last ones are nobody's, or as many
+ * as there are tokens, if these are fewer. */
+#define TILE_ROWS 16
+#define TILE_K 32
+
+static int64_t tile_rows(int64_t tokens) { return tokens < TILE_ROWS ? tokens : TILE_ROWS; }
+
+/* Where a token's entry of k lies in x packed for tiles. */
+static uint16_t *tiled(float *x, int64_t k, int64_t tokens, int64_t token, int64_t i) {
+  int64_t rows = tile_rows(tokens), pass = token / TILE_ROWS;
+  return (uint16_t *)x + pass * TILE_ROWS * k + i / TILE_K * rows * TILE_K + token % TILE_ROWS * TILE_K + i % TILE_K;
+}
+
+/* Tiles that follow each other along k: where the first one is, bytes from row to row, bytes from tile to tile. */
+typedef struct {
+  const char *at;
+  int64_t stride, step;
+} Strided;
+
+#if HAS_TILES
+/* GCC does not know that the instructions for tiles read memory: what they read must be there. */
+#define WRITTEN(at) __asm__ volatile("" : : "r"(at) : "memory")
+
+static void begin_tiles(int64_t rows) {
+  struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16]; /* of a row */
+    uint8_t rows[16];
+  } config = {.palette = 1};
+  for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = i == 4 || i == 5 ? TILE_K / 2 : rows;
+  WRITTEN(&config);
+  _tile_loadconfig(&config);
+}
+static void end_tiles(void) { _tile_release(); }
+
+/* out[2 TILE_ROWS][PANEL] = a w, with `steps` times TILE_K of k; the second half only where there is `other`. */
+static void multiply_tiles(Strided a, const char *other, Strided w, int64_t steps, int64_t ahead, float *out,
+                           int64_t stride) {
+  const char *x = a.at, *y = w.at;
+  WRITTEN(x);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t i = 0; i < steps; i++, x += a.step, y += w.step) {
+    if (ahead)
+      for (int64_t j = 0; j < w.step; j += 64) FETCH(y + ahead + j, y + j);
+    _tile_loadd(4, y, w.stride);
+    _tile_loadd(5, y + V * 4, w.stride);
+    _tile_loadd(6, x, a.stride);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_dpbf16ps(1, 6, 5);
+    if (other) {
+      _tile_loadd(7, other, a.stride);
+      _tile_dpbf16ps(2, 7, 4);
+      _tile_dpbf16ps(3, 7, 5);
+      other += a.step;
+    }
+  }
+  _tile_stored(0, out, stride * 4);
+  _tile_stored(1, out + V, stride * 4);
+  if (!other) return;
+  _tile_stored(2, out + TILE_ROWS * stride, stride * 4);
+  _tile_stored(3, out + TILE_ROWS * stride + V, stride * 4);
+}
+
+static inline void to_bfloat16(uint16_t *to, vf low, vf high) {
+  *(__m512i_u *)to = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
+static inline void to_half_bfloat16(uint16_t *to, vf x) { *(__m256i_u *)to = (__m256i)_mm512_cvtneps_pbh((__m512)x); }
+#else /* nobody asks for them: `mars_has_tiles` */
+static void begin_tiles(int64_t rows) {}
+static void end_tiles(void) {}
+static void multiply_tiles(Strided a, const char *other, Strided w, int64_t steps, int64_t ahead, float *out,
+                           int64_t stride) {}
+static inline void to_bfloat16(uint16_t *to, vf low, vf high) {}
+static inline void to_half_bfloat16(uint16_t *to, vf x) {}
+#endif
 
 /* Tokens are multiplied in passes of up to ROWS. What is to be multiplied lies packed, [passes][k / V][tokens of
  * the pass][V], so that a pass reads it one behind the other. */
@@ -254,9 +350,14 @@ static const WholeProduct by_tokens_int16[ROWS] = {UP_TO_ROWS(NAME_INT16)};
 
 /* The sums of one panel of the `count` tokens of a pass that begins with token `from` go where they belong: for
  * SWIGLU into packed y, but for whole numbers, which need a whole group to be packed, into y[tokens][n / 2]. */
-static void finish(const Linear *linear, int weights, int64_t from, int64_t count, int64_t first, vf (*sums)[2],
+static void finish(const Linear *linear, int weights, int64_t tokens, int64_t from, int64_t count, int64_t first, vf (*sums)[2],
                    float *y, int64_t ldy, int mode) {
   int64_t width = linear->n - first < PANEL ? linear->n - first : PANEL;
+  if (mode == SWIGLU && weights == TILES) {
+    for (int64_t m = 0; m < count; m++)
+      to_half_bfloat16(tiled(y, linear->n / 2, tokens, from + m, first / 2), silu(sums[m][0]) * sums[m][1]);
+    return;
+  }
   if (mode == SWIGLU) {
     int64_t out = linear->n / 2, stride = IS_WHOLE(weights) ? out : V;
     float *to = y + from * out + first / 2 * (IS_WHOLE(weights) ? 1 : count);
@@ -283,6 +384,18 @@ static void panel(const Linear *linear, int weights, const float *x, int64_t tok
   int64_t k = linear->k, line = PANEL * bytes_of[weights], first = index * PANEL, all = passes_of(tokens);
   const char *w = (const char *)linear->w + index * k * line;
   int64_t ahead = AHEAD;
+  if (weights == TILES) {
+    int64_t rows = tile_rows(tokens);
+    vf sums[2 * TILE_ROWS][2] __attribute__((aligned(64)));
+    for (int64_t from = 0; from < tokens; from += 2 * TILE_ROWS, ahead = 0) {
+      int64_t left = tokens - from;
+      Strided a = {(const char *)tiled((float *)x, k, tokens, from, 0), TILE_K * 2, rows * TILE_K * 2};
+      multiply_tiles(a, left > TILE_ROWS ? a.at + TILE_ROWS * k * 2 : 0, (Strided){w, PANEL * 4, TILE_K * line},
+                     k / TILE_K, ahead, (float *)sums, PANEL);
+      finish(linear, weights, tokens, from, left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS, first, sums, y, ldy, mode);
+    }
+    return;
+  }
   for (int64_t done = 0; done < all; done += PASSES) {
     int64_t passes = all - done < PASSES ? all - done : PASSES, block = passes > 1 ? BLOCK : k;
     int64_t begin = pass_begin(tokens, done), end = pass_begin(tokens, done + passes);
@@ -309,7 +422,7 @@ static void panel(const Linear *linear, int weights, const float *x, int64_t tok
     ahead = 0; /* from now on it is in the cache */
     for (int64_t pass = done; pass < done + passes; pass++) {
       int64_t from = pass_begin(tokens, pass), count = pass_begin(tokens, pass + 1) - from;
-      finish(linear, weights, from, count, first, acc + (from - begin), y, ldy, mode);
+      finish(linear, weights, tokens, from, count, first, acc + (from - begin), y, ldy, mode);
     }
   }
 }
@@ -384,11 +497,23 @@ static void quantize(const float *x, const float *weight, float norm, int64_t co
   *shift = -128 * sum;
 }
 
+/* TILE_K entries of a token, of which `left` are there, normalised where there is a weight, as bfloat16. */
+static void tile_up(const float *x, const float *weight, float norm, int64_t left, uint16_t *to) {
+  float padded[2][TILE_K] = {0};
+  if (left < TILE_K) {
+    memcpy(padded[0], x, left * sizeof *x), x = padded[0];
+    if (weight) memcpy(padded[1], weight, left * sizeof *weight), weight = padded[1];
+  }
+  vf low = *(const vf *)x, high = *(const vf *)(x + V);
+  if (weight) low = low * norm * *(const vf *)weight, high = high * norm * *(const vf *)(weight + V);
+  to_bfloat16(to, low, high);
+}
+
 /* Packs x[tokens][width], normalised where there is a weight and with zeros up to k; by all threads. Each takes
  * its share of k for all tokens, so that the tokens' norms are the only thing that is computed twice. */
 static void pack(const float *x, int64_t width, int64_t k, int64_t tokens, int weights, const float *weight,
                  float eps, float *y, Barrier *barrier) {
-  int64_t piece = IS_WHOLE(weights) ? GROUP : V, pieces = k / piece, all = passes_of(tokens);
+  int64_t piece = IS_WHOLE(weights) ? GROUP : weights == TILES ? TILE_K : V, pieces = k / piece, all = passes_of(tokens);
   int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
   int64_t begin = pieces * thread / threads, end = pieces * (thread + 1) / threads;
   for (int64_t pass = 0; pass < all; pass++) {
@@ -403,6 +528,10 @@ static void pack(const float *x, int64_t width, int64_t k, int64_t tokens, int w
           int64_t left = width - p * piece;
           quantize(source, factor, scale, left < GROUP ? left : GROUP, weights, q.words + place * words_of(weights),
                    q.scales + place, q.shifts + place);
+          continue;
+        }
+        if (weights == TILES) {
+          tile_up(source, factor, scale, width - p * piece, tiled(y, k, tokens, from + m, p * piece));
           continue;
         }
         float *to = y + from * k + place * V;
@@ -433,14 +562,16 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t dim) {
 typedef struct {
   const float *norm_attention, *norm_mlp, *norm_q, *norm_k; /* the last two null where the model has none */
   Linear qkv, out, gate_up, down;
-  float *keys;   /* [rows][kv_heads][slots / V][head_dim][V]: slots beside each other are one load */
-  float *values; /* [rows][kv_heads][slots][head_dim] */
+  void *keys;   /* float [rows][kv_heads][slots / V][head_dim][V]: slots beside each other are one load */
+  void *values; /* float [rows][kv_heads][slots][head_dim] */
+  /* for TILES bfloat16 [rows][kv_heads][slots / PANEL][head_dim / 2][PANEL][2] and
+   * [rows][kv_heads][slots / 2][head_dim][2] */
 } Layer;
 
 typedef struct {
   int64_t layers, hidden, intermediate, q_heads, kv_heads, head_dim, slots; /* slots: a multiple of 4 V */
   float eps, scale;
-  int64_t weights; /* FLOAT32, BFLOAT16, INT8 or INT16 */
+  int64_t weights; /* FLOAT32 .. TILES */
   const float *norm_final;
   const float *cos, *sin; /* [positions][head_dim / 2] */
   const Layer *layer;
@@ -568,20 +699,74 @@ static void attend(const Model *model, const Layer *layer, const Feed *feed, con
     if (own > last) last = own;
     if (before > last) last = before;
   }
-  score[queries - 1](model, q, layer->keys + base, last, scores);
+  const float *keys = (const float *)layer->keys + base, *values = (const float *)layer->values + base;
+  score[queries - 1](model, q, keys, last, scores);
   for (int64_t j = 0; j < queries; j++) {
     int64_t t = begin + j / heads, own = feed->slot[t] + 1, before = feed->before[t], from = feed->from[t];
     inverse[j] = softmax(scores + j * slots, before, from, own > before ? own : before);
   }
   memset(out, 0, queries * dim * sizeof(float));
-  weigh[queries - 1](model, scores, layer->values + base, 0, common, out);
+  weigh[queries - 1](model, scores, values, 0, common, out);
   for (int64_t t = begin, j = 0; t < end; t++, j += heads) {
     int64_t before = feed->before[t], from = feed->from[t] > before ? feed->from[t] : before;
-    weigh[heads - 1](model, scores + j * slots, layer->values + base, common, before, out + j * dim);
-    weigh[heads - 1](model, scores + j * slots, layer->values + base, from, feed->slot[t] + 1, out + j * dim);
+    weigh[heads - 1](model, scores + j * slots, values, common, before, out + j * dim);
+    weigh[heads - 1](model, scores + j * slots, values, from, feed->slot[t] + 1, out + j * dim);
     float *to = mixed + (t * model->q_heads + first) * dim;
     for (int64_t h = 0; h < heads; h++)
       for (int64_t d = 0; d < dim; d++) to[h * dim + d] = out[(j + h) * dim + d] * inverse[j + h];
+  }
+}
+
+/* Weights of a query, 0 from slot `end` on, as bfloat16 in the place of the floats, up to slot `last`. */
+static void narrow(float *weights, int64_t end, int64_t last) {
+  for (int64_t s = 0; s < last; s += 2 * V) {
+    vf low = s < end ? *(vf *)(weights + s) : (vf){0}, high = s + V < end ? *(vf *)(weights + s + V) : (vf){0};
+    to_bfloat16((uint16_t *)weights + s, low, high);
+  }
+}
+
+/* The same as `attend`, with tiles: slots that a token does not see have weight 0. */
+static void attend_tiles(const Model *model, const Layer *layer, const Feed *feed, const float *qkv, int64_t begin,
+                         int64_t end, int64_t kv, int64_t first, int64_t heads, float *scratch, float *mixed) {
+  int64_t dim = model->head_dim, stride = model->slots + V; /* rows must not all fall into one set of the cache */
+  int64_t queries = (end - begin) * heads, rows = tile_rows(queries);
+  int64_t base = (feed->row[begin] * model->kv_heads + kv) * model->slots * dim;
+  int64_t width = (model->q_heads + 2 * model->kv_heads) * dim, last = 0;
+  const char *keys = (const char *)layer->keys + 2 * base, *values = (const char *)layer->values + 2 * base;
+  float *scores = scratch, *out = scores + 2 * TILE_ROWS * stride, *q = out + 2 * TILE_ROWS * dim;
+  for (int64_t j = 0; j < queries; j++) {
+    const float *of = qkv + (begin + j / heads) * width + (first + j % heads) * dim;
+    for (int64_t d = 0; d < dim; d += 2 * V)
+      to_bfloat16(tiled(q, dim, queries, j, d), *(const vf *)(of + d) * model->scale,
+                  *(const vf *)(of + d + V) * model->scale);
+  }
+  for (int64_t t = begin; t < end; t++) {
+    if (feed->slot[t] >= last) last = feed->slot[t] + 1;
+    if (feed->before[t] > last) last = feed->before[t];
+  }
+  last = (last + PANEL - 1) / PANEL * PANEL;
+  begin_tiles(rows);
+  int64_t second = queries > TILE_ROWS;
+  for (int64_t s = 0; s < last; s += PANEL) {
+    Strided a = {(const char *)q, TILE_K * 2, rows * TILE_K * 2};
+    Strided k = {keys + s * dim * 2, PANEL * 4, TILE_K * PANEL * 2};
+    multiply_tiles(a, second ? a.at + TILE_ROWS * dim * 2 : 0, k, dim / TILE_K, AHEAD, scores + s, stride);
+  }
+  float inverse[2 * TILE_ROWS];
+  for (int64_t j = 0; j < queries; j++) {
+    int64_t t = begin + j / heads, own = feed->slot[t] + 1, before = feed->before[t];
+    int64_t until = own > before ? own : before;
+    inverse[j] = softmax(scores + j * stride, before, feed->from[t], until);
+    narrow(scores + j * stride, until, last);
+  }
+  for (int64_t d = 0; d < dim; d += PANEL) {
+    Strided p = {(const char *)scores, stride * 4, TILE_K * 2};
+    Strided v = {values + d * 4, dim * 4, TILE_K * dim * 2};
+    multiply_tiles(p, second ? p.at + TILE_ROWS * stride * 4 : 0, v, last / TILE_K, d ? 0 : AHEAD, out + d, dim);
+  }
+  for (int64_t j = 0; j < queries; j++) {
+    float *to = mixed + ((begin + j / heads) * model->q_heads + first + j % heads) * dim;
+    for (int64_t d = 0; d < dim; d++) to[d] = out[j * dim + d] * inverse[j];
   }
 }
 
@@ -596,11 +781,25 @@ static void store(const Model *model, const Layer *layer, const Feed *feed, int6
   }
   if (kv < 0) return;
   int64_t base = (feed->row[t] * model->kv_heads + kv % model->kv_heads) * model->slots * dim;
-  if (kv >= model->kv_heads) {
-    memcpy(layer->values + base + slot * dim, head, dim * sizeof(float));
+  if (model->weights == TILES) {
+    for (int64_t d = 0; d < dim; d += 2 * V) {
+      uint16_t narrow[2 * V];
+      to_bfloat16(narrow, *(vf *)(head + d), *(vf *)(head + d + V));
+      if (kv < model->kv_heads) {
+        uint16_t *keys = (uint16_t *)layer->keys + base + slot / PANEL * PANEL * dim + slot % PANEL * 2 + d * PANEL;
+        for (int64_t i = 0; i < 2 * V; i += 2) memcpy(keys + i * PANEL, narrow + i, 2 * sizeof *narrow);
+      } else {
+        uint16_t *values = (uint16_t *)layer->values + base + slot / 2 * 2 * dim + slot % 2 + d * 2;
+        for (int64_t i = 0; i < 2 * V; i++) values[i * 2] = narrow[i];
+      }
+    }
     return;
   }
-  float *keys = layer->keys + base + slot / V * V * dim + slot % V;
+  if (kv >= model->kv_heads) {
+    memcpy((float *)layer->values + base + slot * dim, head, dim * sizeof(float));
+    return;
+  }
+  float *keys = (float *)layer->keys + base + slot / V * V * dim + slot % V;
   for (int64_t d = 0; d < dim; d++) keys[d * V] = head[d];
 }
 
@@ -608,12 +807,23 @@ static void store(const Model *model, const Layer *layer, const Feed *feed, int6
 
 int64_t mars_vector(void) { return V; }
 
-int64_t mars_queries(void) { return QUERIES; }
+/* Queries of a key head that share a pass. */
+int64_t mars_queries(int64_t weights) { return weights == TILES ? 2 * TILE_ROWS : QUERIES; }
 
 /* Whether products of int16 are faster than those of floats. */
 int64_t mars_has_int16(void) {
 #if (defined(__AVX512VNNI__) && V == 16) || (defined(__AVXVNNI__) && V == 8)
   return 1;
+#else
+  return 0;
+#endif
+}
+
+/* Whether this processor and system have tiles for bfloat16; asks the system for them. */
+int64_t mars_has_tiles(void) {
+#if HAS_TILES
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 #else
   return 0;
 #endif
@@ -627,8 +837,10 @@ void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t width
   Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
   {
+    if (weights == TILES) begin_tiles(tile_rows(tokens));
     pack(x, width, w->k, tokens, (int)weights, 0, 0, scratch, &barrier);
     linear(w, (int)weights, scratch, tokens, y, w->n, STORE, &barrier);
+    if (weights == TILES) end_tiles();
   }
 }
 
@@ -655,18 +867,20 @@ void mars_probability(const float *logits, int64_t n, const int64_t *token, int6
 
 /* x[tokens][hidden]: embeddings in, final hidden states out.
  * Scratch: normed [tokens][hidden, up to whole vectors or groups], whole numbers: or [tokens][intermediate];
- * qkv [tokens][(q + 2 kv) dim], or as wide as packed mixed; mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], QUERIES times (slots + 2 dim).
+ * qkv [tokens][(q + 2 kv) dim], or as wide as packed mixed; mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], `mars_queries` times (slots + 2 dim).
  */
 void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
                   float *mlp, float *own, int64_t own_size, int64_t threads) {
   int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, kv_heads = model->kv_heads;
   int64_t heads = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
+  int64_t queries = mars_queries(model->weights);
   int weights = (int)model->weights;
   float *packed_mixed = qkv; /* read by then */
   Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
   {
     float *scratch = own + omp_get_thread_num() * own_size;
+    if (weights == TILES) begin_tiles(tile_rows(tokens));
     for (int64_t l = 0; l < model->layers; l++) {
       const Layer *layer = &model->layer[l];
       pack(x, hidden, layer->qkv.k, tokens, weights, layer->norm_attention, model->eps, normed, &barrier);
@@ -678,10 +892,12 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
 #pragma omp for schedule(dynamic) nowait
       for (int64_t i = 0; i < feed->groups * kv_heads; i++) {
         int64_t g = i / kv_heads, kv = i % kv_heads;
-        for (int64_t h = 0; h < heads; h += QUERIES)
-          attend(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv, kv * heads + h,
-                 heads - h < QUERIES ? heads - h : QUERIES, scratch, mixed);
+        for (int64_t h = 0; h < heads; h += queries)
+          (weights == TILES ? attend_tiles : attend)(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv,
+                                                     kv * heads + h, heads - h < queries ? heads - h : queries,
+                                                     scratch, mixed);
       }
+      if (weights == TILES) begin_tiles(tile_rows(tokens));
       meet(&barrier);
       pack(mixed, model->q_heads * dim, layer->out.k, tokens, weights, 0, 0, packed_mixed, &barrier);
       linear(&layer->out, weights, packed_mixed, tokens, x, hidden, ADD, &barrier);
@@ -695,5 +911,6 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++)
       rms_norm(x + t * hidden, model->norm_final, hidden, model->eps, x + t * hidden);
+    if (weights == TILES) end_tiles();
   }
 }
