@@ -200,13 +200,13 @@ def test_no_budget_is_overrun(checkpoint, budget):
 def fed_into(engine: Engine) -> list[list[int]]:
     """Record what the engine feeds into its model from now on."""
     fed: list[list[int]] = []
-    hidden = engine._model.hidden
+    run = engine._model.decode
 
-    def recording(batch):
+    def recording(batch, *rest):
         fed.append(batch.input_ids.tolist())
-        return hidden(batch)
+        return run(batch, *rest)
 
-    engine._model.hidden = recording
+    engine._model.decode = recording
     return fed
 
 

@@ -99,7 +99,7 @@ def test_gates_of_any_size_are_transformers_own(gain):
 
 
 def holes(sees=True):
-    """Two rows, masks that skip slots, a block that sees ahead; or the same, and each sees what is before it."""
+    """Two rows, masks that skip slots, a block that sees ahead; or the same without holes."""
     ids = [int(i) for i in torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(2))]
     ahead, skips = {3: (21, 23), 4: (21, 23), 5: (22, 25)}, {0: (11, 7), 1: (11, 8), 2: (11, 9), 3: (11, 10)}
     return [

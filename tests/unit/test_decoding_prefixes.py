@@ -22,13 +22,13 @@ def engine_of(request):
     def make(**options) -> Engine:
         engine = Engine(checkpoint, kernels=request.param if options.pop("any", True) else "auto", **options)
         engine.fed = []
-        hidden = engine._model.hidden
+        run = engine._model.decode
 
-        def recording(feed):
+        def recording(feed, *rest):
             engine.fed.append(len(feed.input_ids))
-            return hidden(feed)
+            return run(feed, *rest)
 
-        engine._model.hidden = recording
+        engine._model.decode = recording
         return engine
 
     if request.param == "native":

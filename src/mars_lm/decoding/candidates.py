@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mars_lm.decoding.sampling import Sampling, greedy, sample
+from mars_lm.decoding.sampling import NOT_NUMBERS, Sampling, best_tokens, sample
 from mars_lm.errors import MarsError
 from mars_lm.settings import DecodingSettings
 
@@ -76,7 +76,7 @@ class Wishes:
         self.looks_back[row] = self.penalised[row] or bool(settings.bad_words_ids) or bool(processors)
 
     def choose(
-        self, logits: Tensor, rows: Ints, position: Ints, tokens: Ints, prompt: Ints
+        self, logits: Tensor, rows: Ints, position: Ints, tokens: Ints, prompt: Ints, best: Ints
     ) -> tuple[Ints, np.ndarray]:
         """The candidate of M positions.
 
@@ -85,18 +85,18 @@ class Wishes:
             rows: int64 [M]; position: int64 [M], where the candidate would stand.
             tokens: int64 [all rows, length]: what stands before it, read for rows that look back only.
             prompt: int64 [M], length of the row's prompt.
+            best: int64 [M], the `best_tokens` of the logits.
         Returns:
             candidates int64 [M], `NONE_LEFT` where the wishes left no token to choose; finite bool [M], False
             where the model's own logits were no numbers.
         """
-        raw = logits
+        raw, finite = logits, best != NOT_NUMBERS
         logits = self._adjusted(raw, rows, position, tokens, prompt)
-        candidates, finite = greedy(logits)
-        if logits is not raw and not finite.all():
-            lost = np.flatnonzero(~finite)
-            lost = lost[greedy(raw[torch.from_numpy(lost).to(raw.device)])[1]]
-            candidates = candidates.copy()
-            candidates[lost], finite[lost] = NONE_LEFT, True
+        candidates = best
+        if logits is not raw:  # what was said of the model's own logits stays: a ban is no fault of theirs
+            candidates = np.where(finite, best_tokens(logits), NOT_NUMBERS)
+            candidates[finite & (candidates == NOT_NUMBERS)] = NONE_LEFT
+        candidates = np.where(finite, candidates, 0)
         drawn = np.flatnonzero((self.temperature[rows] > 0) & finite & (candidates != NONE_LEFT))
         if drawn.size:
             r = rows[drawn]

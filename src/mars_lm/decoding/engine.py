@@ -266,7 +266,7 @@ class Engine:
         if not len(window.rows):
             return []
         begun = time.perf_counter()
-        commit = self._decoder.commit(self._state, window, self._model.hidden(window))
+        commit = self._decoder.step(self._state, window)
         if self._width is not None:
             self._width.cost.learn(len(window.input_ids), time.perf_counter() - begun)
             self._width.learn(self._state.kind[commit.rows], commit.offered, commit.held, commit.sure)

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mars_lm.decoding.acceptance import probability
 from mars_lm.decoding.kv_cache import WindowCache
+from mars_lm.decoding.sampling import best_tokens
 
 Ints = np.ndarray
 
@@ -89,6 +90,12 @@ class Forward(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
+
+    def decode(self, feed: Feed, read: Ints, never: int | None) -> tuple[Tensor, Tensor, Ints]:
+        """`hidden`; `logits` of its tokens `read`, int64 [M], with -inf for `never`; their `best_tokens`.
+
+        All are good until the next call.
+        """
 
     def probability(self, logits: Tensor, tokens: Ints) -> np.ndarray:
         """float32 [M]: softmax(logits [M, vocabulary]) of each row's token, int64 [M]."""
@@ -246,6 +253,14 @@ class ModelForward:
             return self.model.get_output_embeddings()(hidden).float()
         return self._outer_logits(hidden).float()
 
+    def decode(self, feed: Feed, read: Ints, never: int | None) -> tuple[Tensor, Tensor, Ints]:
+        """`hidden`; `logits` of its tokens `read`, int64 [M], with -inf for `never`; their `best_tokens`."""
+        hidden = self.hidden(feed)
+        if not len(read):
+            return hidden, hidden.new_zeros(0, 1), np.zeros(0, dtype=np.int64)
+        logits = self.logits(hidden.index_select(0, torch.from_numpy(read).to(self.device)))
+        return hidden, without(logits, never), best_tokens(logits)
+
     def probability(self, logits: Tensor, tokens: Ints) -> np.ndarray:
         """float32 [M]: softmax(logits [M, vocabulary]) of each row's token, int64 [M]."""
         return probability(logits, torch.from_numpy(tokens).to(logits.device)).cpu().numpy()
@@ -263,6 +278,13 @@ class ModelForward:
         with alone_with(self.model), replaced_forward(self._base, _answers(hidden[None])):
             ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             return self.model(input_ids=ids, use_cache=False).logits[0]
+
+
+def without(logits: Tensor, token: int | None) -> Tensor:
+    """The logits [M, V], in place, with -inf for the token."""
+    if token is not None:
+        logits[:, token] = -torch.inf
+    return logits
 
 
 def to_batch(feed: Feed, model: ModelForward) -> ForwardBatch:

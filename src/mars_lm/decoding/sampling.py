@@ -17,6 +17,8 @@ from torch import Tensor
 # The noise comes from 32 random bits: it lies between -3.14 and 22.9, so a token that is further behind the
 # best one than this can't win, and needs no noise.
 REACH = 26.1
+# The best token of logits that are no numbers.
+NOT_NUMBERS = -2
 # How many of the best tokens are looked at first, where top-p alone limits them.
 NUCLEUS = 1024
 _WRAP = 0xFFFFFFFFFFFFFFFF
@@ -35,23 +37,22 @@ class Sampling:
     position: np.ndarray  # int64, of the token that is drawn
 
 
-def greedy(logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable token of each position.
+def best_tokens(logits: Tensor) -> np.ndarray:
+    """The most probable token of each position, the first of equal ones.
 
     Args:
         logits: float32 [M, V].
     Returns:
-        candidates: int64 [M]; finite: bool [M], False where the logits hold NaN or nothing but infinities, so
-        that no candidate means anything.
+        int64 [M], `NOT_NUMBERS` where the logits hold NaN or nothing but infinities.
     """
     # Either maximum lets a NaN through, so its value also tells a broken row.
     if logits.device.type == "cpu":
         # numpy's takes a tenth of torch's time, and wakes no threads, which wait where others use the cores.
         values = logits.numpy()
         best = values.argmax(axis=-1)
-        return best, np.isfinite(values[np.arange(len(values)), best])
+        return np.where(np.isfinite(values[np.arange(len(values)), best]), best, NOT_NUMBERS)
     found = logits.max(dim=-1)
-    return found.indices.cpu().numpy(), np.isfinite(found.values.cpu().numpy())
+    return np.where(np.isfinite(found.values.cpu().numpy()), found.indices.cpu().numpy(), NOT_NUMBERS)
 
 
 def sample(logits: Tensor, how: Sampling) -> Tensor:

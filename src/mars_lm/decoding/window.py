@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mars_lm.decoding.acceptance import accepted_run, passes
 from mars_lm.decoding.candidates import NONE_LEFT, Wishes
-from mars_lm.decoding.forward import Feed, Forward
+from mars_lm.decoding.forward import Feed, Forward, without
+from mars_lm.decoding.sampling import best_tokens
 from mars_lm.decoding.verification import agreeing_prefix
 from mars_lm.decoding.width import AdaptiveWidth
 
@@ -61,6 +62,10 @@ class Window(Feed):
     ends: np.ndarray  # bool [R]: the run reaches the committed tokens' end, so the forward yields tokens
     clean: Ints  # [R] clean tokens among them
     groups: Ints  # [R, K] masks of the group behind each draft prefix
+    length: Ints  # [R] n
+    drafted: Ints  # [R] j
+    exact: np.ndarray  # bool [R]
+    end: Ints  # [R] the n that the row may not pass for now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,18 +118,20 @@ def lay_out(
 
     # How many masks behind each draft prefix: no more than could still be committed. A group behind k tokens
     # drafts what follows n+k, and in exact mode the last token of the budget is AR's, never a draft.
-    prefix = np.arange(j.max(initial=0) + 1)
-    exact = state.exact[rows]
-    end = np.minimum(state.limit, state.fence)[rows]
-    room = end[:, None] - n[:, None] - prefix - 1 - exact[:, None]
-    behind = (prefix == j[:, None]) | (state.recovery[rows, None] & (prefix < j[:, None]))
-    groups = np.where(behind & ends[:, None], np.minimum(state.masks[rows, None], np.maximum(room, 0)), 0)
+    prefix = np.arange(int(j.max(initial=0)) + 1)
+    exact, masks = state.exact[rows], state.masks[rows]
+    end = np.minimum(state.limit[rows], state.fence[rows])
+    groups = np.zeros((len(rows), len(prefix)), dtype=np.int64)
+    if masks.any():
+        room = end[:, None] - n[:, None] - prefix - 1 - exact[:, None]
+        behind = (prefix == j[:, None]) | (state.recovery[rows, None] & (prefix < j[:, None]))
+        groups = np.where(behind & ends[:, None], np.minimum(masks[:, None], np.maximum(room, 0)), 0)
 
-    if width is not None:
+    if width is not None and groups.any():
         # There once, that is, until the row's first token; without a cache, later forwards feed it all again.
         prompt = np.where(n == state.prompt[rows], pending - ends, 0)
         # In lossy mode what the last masks gave is committed, and fed by this forward, as a draft would be.
-        trusted = np.where(exact | (n == state.prompt[rows]), 0, np.minimum(pending - 1, state.masks[rows]))
+        trusted = np.where(exact | (n == state.prompt[rows]), 0, np.minimum(pending - 1, masks))
         groups = width.choose(
             groups,
             j,
@@ -137,8 +144,23 @@ def lay_out(
             sure=state.sure[rows],
         )
 
-    # A part is a row's clean tokens or one of its groups; offsets within the part give all the rest.
     clean = pending + j
+    known = {
+        "ends": ends,
+        "clean": clean,
+        "groups": groups,
+        "length": n,
+        "drafted": j,
+        "exact": exact,
+        "end": end,
+    }
+    if not groups.any():
+        row = np.repeat(np.arange(len(rows)), clean)
+        position = (m - np.cumsum(clean) + clean)[row] + np.arange(len(row))
+        ids = state.tokens[rows[row], position]
+        return Window(rows, clean, ids, position, position, position + 1, position, **known)
+
+    # A part is a row's clean tokens or one of its groups; offsets within the part give all the rest.
     sizes = np.concatenate([clean[:, None], groups], axis=1)
     starts = np.concatenate([m[:, None], n[:, None] + prefix], axis=1)  # a part's first position
     flat_sizes = sizes.ravel()
@@ -152,68 +174,88 @@ def lay_out(
     per_row = sizes.sum(axis=1)
     first = np.cumsum(per_row) - per_row
     slot = (m - first)[row] + index
-    ids = np.where(is_mask, mask_token_id, state.tokens[rows[row], np.where(is_mask, 0, position)])
     return Window(
         rows=rows,
-        ends=ends,
         width=per_row,
-        clean=clean,
-        groups=groups,
-        input_ids=ids,
+        input_ids=np.where(is_mask, mask_token_id, state.tokens[rows[row], np.where(is_mask, 0, position)]),
         position_ids=position,
         slots=slot,
         sees_before=np.where(is_mask, start, slot + 1),
         sees_from=np.where(is_mask, slot - offset, slot),
+        **known,
     )
 
 
 class Decoder:
-    """From a window's hidden states to committed tokens and the next draft.
+    """From a window to committed tokens and the next draft.
 
     Args:
-        model: gives the logits; mask_token_id: never a candidate (None for a model without one).
+        model: runs it; mask_token_id: never a candidate (None for a model without one).
     """
 
     def __init__(self, model: Forward, mask_token_id: int | None) -> None:
         self.model, self.mask_token_id = model, mask_token_id
 
-    def commit(self, state: Rows, window: Window, hidden: Tensor) -> Commit:
-        """Verify, accept and commit; leaves `state` ready for the next forward.
+    def step(self, state: Rows, window: Window) -> Commit:
+        """One forward; verify, accept and commit; leaves `state` ready for the next one."""
+        # The forward drives all else out of the processor's caches, so what can be known is computed before.
+        whole = bool(window.ends.all())
+        pick = slice(None) if whole else np.flatnonzero(window.ends)
+        rows, n, j, exact, limit, groups, first, clean = (
+            values[pick]
+            for values in (
+                window.rows,
+                window.length,
+                window.drafted,
+                window.exact,
+                window.end,
+                window.groups,
+                window.first,
+                window.clean,
+            )
+        )
+        drafting, guessing = bool(j.any()), bool(groups.any())
+        last = first + clean - 1  # flat index of the last clean token
+        behind = j + 1
+        runs = behind + groups.sum(axis=1)
+        # A row's logits are behind each other: one product, of which both stages take theirs, if it is small.
+        together = guessing and runs.sum() <= self.model.one_product
 
-        Args:
-            hidden: [N, hidden] of the window's tokens.
-        """
-        state.cached[window.rows] += np.where(window.ends, 0, window.clean)  # chunks of prompts: no logits
-        pick = np.flatnonzero(window.ends)
-        rows = window.rows[pick]
-        n, j = state.length[rows], state.drafted[rows]
-        exact, limit = state.exact[rows], np.minimum(state.limit, state.fence)[rows]
-        groups = window.groups[pick]
+        hidden, every, best = self.model.decode(
+            window, spans(last - j, runs if together else behind), self.mask_token_id
+        )
+        if not whole:  # chunks of prompts
+            state.cached[window.rows] += np.where(window.ends, 0, window.clean)
 
         # AR candidates behind every prefix of the draft, c_0 .. c_j.
-        last = window.first[pick] + window.clean[pick] - 1  # flat index of the last clean token
-        runs = j + 1 + groups.sum(axis=1)
-        together = bool(groups.any()) and runs.sum() <= self.model.one_product
-        if together:  # a row's logits are behind each other: one product, of which both stages take theirs
-            every = self._logits(hidden, last - j, runs)
+        head = every
+        if together:
             shift = np.cumsum(runs) - runs - (last - j)
-            first = _runs(every, last - j + shift, j + 1)
+            head, own = _runs(every, last - j + shift, behind), best[spans(last - j + shift, behind)]
         else:
-            first = self._logits(hidden, last - j, j + 1)
-        candidates, finite = self._behind_draft(state, rows, j, first)
+            own = best
+        candidates, finite = self._behind_draft(state, rows, n, j, head, own)
         broken = ~np.logical_and.reduce(finite, axis=1)
-        drafts = _ragged(state.tokens, rows, n, int(j.max(initial=0)))
-        agreed = agreeing_prefix(candidates, drafts, j)
+        said, agreed = candidates[:, 0], j
+        if drafting:
+            agreed = agreeing_prefix(candidates, _ragged(state.tokens, rows, n, int(j.max())), j)
+            said = candidates[np.arange(len(rows)), agreed]
+        none_left = said == NONE_LEFT  # AR's token behind the draft that held
 
         # The masks behind the prefix that held: the only ones that saw the right tokens.
-        which = np.arange(len(rows))
-        size = groups[which, agreed]
-        logits, guesses, run = first[:0], np.zeros((len(rows), 0), dtype=np.int64), np.zeros_like(rows)
-        sure, p = state.sure[rows], np.full((len(rows), state.sure.shape[1]), np.nan)
-        if size.any():
+        tokens, held, run, size = candidates, agreed, np.zeros_like(j), np.zeros_like(j)
+        guesses, sure, p = np.zeros((len(rows), 0), dtype=np.int64), state.sure[rows], None
+        if guessing:
+            which = np.arange(len(rows))
+            size = groups[which, agreed]
+        if guessing and size.any():
             begin = last + 1 + (np.cumsum(groups, axis=1) - groups)[which, agreed]
-            logits = _runs(every, begin + shift, size) if together else self._logits(hidden, begin, size)
-            guesses, finite = self._guesses(state, rows, agreed, candidates, size, logits)
+            if together:
+                logits, own = _runs(every, begin + shift, size), best[spans(begin + shift, size)]
+            else:
+                logits = without(self.model.logits(_runs(hidden, begin, size)), self.mask_token_id)
+                own = best_tokens(logits)
+            guesses, finite = self._guesses(state, rows, n + agreed, said, size, logits, own)
             broken |= ~np.logical_and.reduce(finite, axis=1)
             real = np.arange(guesses.shape[1]) < size[:, None]
             accepted = np.zeros(guesses.shape, dtype=bool)
@@ -221,51 +263,56 @@ class Decoder:
             accepted[real] = passes(logits, guessed, state.rule[of_row], state.tau[of_row])
             run = accepted_run(accepted & (guesses != NONE_LEFT))
             if (state.adaptive[rows] & exact).any():
+                p = np.full(sure.shape, np.nan)
                 p[:, : guesses.shape[1]][real] = self.model.probability(logits, guessed)
-
-        # Exact: the agreeing draft and AR's next token, together c_0 .. c_k; the run is the next draft.
-        # Lossy: AR's next token and the run itself.
-        tokens = np.zeros((len(rows), max(candidates.shape[1], 1 + guesses.shape[1])), dtype=np.int64)
-        tokens[:, : candidates.shape[1]] = candidates
-        if guesses.shape[1]:
+            # Exact: the agreeing draft and AR's next token, together c_0 .. c_k; the run is the next draft.
+            # Lossy: AR's next token and the run itself.
+            held = np.where(exact, agreed, run)
+            tokens = np.zeros((len(rows), max(candidates.shape[1], 1 + guesses.shape[1])), dtype=np.int64)
+            tokens[:, : candidates.shape[1]] = candidates
             trusting = ~exact
             tokens[trusting, 1 : 1 + guesses.shape[1]] = guesses[trusting]
-        none_left = candidates[which, agreed] == NONE_LEFT  # AR's token behind the draft that held
-        count = np.where(exact, agreed + ~none_left, np.where(none_left, 0, run + 1))
+        count = np.where(none_left & ~exact, 0, held + ~none_left)
         count = np.minimum(count, limit - n)
         column = np.arange(tokens.shape[1])
         is_end = state.wishes.ends[rows[:, None], tokens] & (column < count[:, None])
         stopped = is_end.any(axis=1) & ~broken
-        count = np.where(stopped, is_end.argmax(axis=1) + 1, count)
+        if stopped.any():
+            count = np.where(stopped, is_end.argmax(axis=1) + 1, count)
         count[broken] = 0
-        stuck = none_left & ~stopped & ~broken & (n + count < limit)
+        stuck = none_left
+        if none_left.any():
+            stuck = none_left & ~stopped & ~broken & (n + count < limit)
 
         chosen = column < count[:, None]
         state.tokens[np.repeat(rows, count), (n[:, None] + column)[chosen]] = tokens[chosen]
-        state.cached[rows] = np.where(exact, n + agreed, n)
+        state.cached[rows] = n + agreed
         state.length[rows] = length = n + count
-        room = np.where(exact, np.maximum(limit - length - 1, 0), 0)  # a budget's last token is never a draft
-        drafted = np.minimum(run, room)
-        state.drafted[rows] = drafted
-        state.sure[rows] = np.where(np.arange(p.shape[1]) < drafted[:, None], p, np.nan)
+        drafted = offering = np.zeros_like(rows)
         if guesses.shape[1]:
+            room = np.where(exact, np.maximum(limit - length - 1, 0), 0)  # a budget's last token is no draft
+            drafted, offering = np.minimum(run, room), np.minimum(size, room)
             column = np.arange(guesses.shape[1])
             chosen = column < drafted[:, None]
             state.tokens[np.repeat(rows, drafted), (length[:, None] + column)[chosen]] = guesses[chosen]
+        state.drafted[rows] = drafted
+        if drafting or p is not None:
+            known = np.arange(sure.shape[1]) < drafted[:, None]
+            state.sure[rows] = np.nan if p is None else np.where(known, p, np.nan)
         full = (length >= state.limit[rows]) & ~stopped
         logprobs = {}
         for i in np.flatnonzero(state.wishes.logprobs[rows] >= 0).tolist():
             own = np.arange(count[i])
             from_first = (own < 1) | exact[i]
             where = np.where(from_first, (np.cumsum(j + 1) - (j + 1))[i] + own, 0)
-            said = first[torch.from_numpy(where).to(first.device)]
+            read = head[torch.from_numpy(where).to(head.device)]
             if not from_first.all():
-                behind = torch.from_numpy((np.cumsum(size) - size)[i] + own[1:] - 1).to(first.device)
-                said = torch.cat([said[:1], logits[behind]])
-            logprobs[i] = _logprobs(said, tokens[i, : count[i]], int(state.wishes.logprobs[rows[i]]))
+                place = torch.from_numpy((np.cumsum(size) - size)[i] + own[1:] - 1).to(head.device)
+                read = torch.cat([read[:1], logits[place]])
+            logprobs[i] = _logprobs(read, tokens[i, : count[i]], int(state.wishes.logprobs[rows[i]]))
         # A guess that the rule kept out of the draft was a mask for nothing, as one that AR rejects is.
-        offered, held = np.where(exact, state.offered[rows], size), np.where(exact, agreed, run)
-        state.offered[rows] = np.minimum(size, room)
+        offered = np.where(exact, state.offered[rows], size)
+        state.offered[rows] = offering
         return Commit(
             rows,
             tokens,
@@ -274,7 +321,7 @@ class Decoder:
             full,
             broken,
             stuck,
-            masks=groups.sum(axis=1),
+            masks=runs - behind,
             rejected=j - agreed,
             offered=offered,
             held=held,
@@ -282,17 +329,8 @@ class Decoder:
             logprobs=logprobs,
         )
 
-    def _logits(self, hidden: Tensor, begin: Ints, size: Ints) -> Tensor:
-        """float32 logits [M, V] of `size` tokens of each row from flat index `begin`, row by row."""
-        if not size.any():
-            return hidden.new_zeros(0, 1)
-        logits = self.model.logits(_runs(hidden, begin, size))
-        if self.mask_token_id is not None:
-            logits[:, self.mask_token_id] = -torch.inf
-        return logits
-
     def _behind_draft(
-        self, state: Rows, rows: Ints, drafted: Ints, logits: Tensor
+        self, state: Rows, rows: Ints, n: Ints, drafted: Ints, logits: Tensor, best: Ints
     ) -> tuple[Ints, np.ndarray]:
         """AR's candidates behind every prefix of each row's draft, given that the prefix is right.
 
@@ -301,45 +339,55 @@ class Decoder:
         """
         real = np.arange(int(drafted.max(initial=0)) + 1) < drafted[:, None] + 1
         row, column = np.nonzero(real)
-        n = state.length[rows][row]
-        return self._choose(state, rows[row], n + column, state.tokens, real, logits)
+        return self._choose(state, rows[row], n[row] + column, state.tokens, real, logits, best)
 
     def _guesses(
-        self, state: Rows, rows: Ints, agreed: Ints, candidates: Ints, size: Ints, logits: Tensor
+        self, state: Rows, rows: Ints, at: Ints, said: Ints, size: Ints, logits: Tensor, best: Ints
     ) -> tuple[Ints, np.ndarray]:
-        """The masks' candidates behind the agreeing draft and AR's next token; shapes as above, [R, W]."""
+        """The masks' candidates behind AR's next token `said`, which stands at `at`; shapes as above."""
         width = int(size.max(initial=0))
         real = np.arange(width) < size[:, None]
         row, column = np.nonzero(real)
-        position = (state.length[rows] + agreed + 1)[row] + column
+        position = (at + 1)[row] + column
         if not state.wishes.looks_back[rows].any():
-            return self._choose(state, rows[row], position, state.tokens, real, logits)
+            return self._choose(state, rows[row], position, state.tokens, real, logits, best)
         # Each guess is a word of the next one's past: along the run, one column after the other.
         guesses, finite = np.zeros(real.shape, dtype=np.int64), np.ones(real.shape, dtype=bool)
         past = state.tokens.copy()  # the draft stands in it already
-        ar = state.length[rows] + agreed
-        inside = ar < past.shape[1]
+        inside = at < past.shape[1]
         # A row without a next token guesses in vain, but over real ids.
-        next_token = np.maximum(candidates[np.arange(len(rows)), agreed], 0)
-        past[rows[inside], ar[inside]] = next_token[inside]
+        past[rows[inside], at[inside]] = np.maximum(said, 0)[inside]
         for k in range(width):
             now = column == k
-            place = torch.from_numpy(np.flatnonzero(now)).to(logits.device)
+            place = np.flatnonzero(now)
             chosen, ok = self._choose(
-                state, rows[row[now]], position[now], past, real[:, k : k + 1], logits[place]
+                state,
+                rows[row[now]],
+                position[now],
+                past,
+                real[:, k : k + 1],
+                logits[torch.from_numpy(place).to(logits.device)],
+                best[place],
             )
             guesses[:, k : k + 1], finite[:, k : k + 1] = chosen, ok
             past[rows[row[now]], position[now]] = np.maximum(chosen[real[:, k], 0], 0)
         return guesses, finite
 
     def _choose(
-        self, state: Rows, row: Ints, position: Ints, past: Ints, real: np.ndarray, logits: Tensor
+        self,
+        state: Rows,
+        row: Ints,
+        position: Ints,
+        past: Ints,
+        real: np.ndarray,
+        logits: Tensor,
+        best: Ints,
     ) -> tuple[Ints, np.ndarray]:
-        """Candidates of the places that `real` marks; `row`, `position` [M] are theirs, in its order."""
+        """Candidates of the places that `real` marks; `row` .. `best` [M] are theirs, in its order."""
         candidates, finite = np.zeros(real.shape, dtype=np.int64), np.ones(real.shape, dtype=bool)
         if len(row):
             candidates[real], finite[real] = state.wishes.choose(
-                logits, row, position, past, state.prompt[row]
+                logits, row, position, past, state.prompt[row], best
             )
         return candidates, finite
 

@@ -65,6 +65,7 @@ def _load() -> ctypes.CDLL:
         loaded.mars_model_bytes,
     ):
         function.restype = ctypes.c_int64
+    loaded.mars_decode.restype = ctypes.c_double
     return loaded
 
 

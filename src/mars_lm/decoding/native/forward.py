@@ -56,13 +56,14 @@ class _Model(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("weights", _Int),
-        *((name, _Pointer) for name in ("norm_final", "cos", "sin", "layer")),
+        *((name, _Pointer) for name in ("embedding", "norm_final", "cos", "sin", "layer")),
+        ("embedding_bytes", _Int),
     )
 
 
 class _Feed(ctypes.Structure):
     _fields_ = (
-        *((name, _Pointer) for name in ("row", "slot", "position", "before", "from_", "group")),
+        *((name, _Pointer) for name in ("ids", "row", "slot", "position", "before", "from_", "group")),
         ("tokens", _Int),
         ("groups", _Int),
     )
@@ -80,11 +81,11 @@ class NativeCache:
         self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, vector: int, kind: int
     ) -> None:
         self.slots = slots = -(-slots // (4 * vector)) * 4 * vector
-        dtype, key, value = torch.float32, (slots // vector, head_dim, vector), (slots, head_dim)
+        dtype, key, value = torch.float32, [slots // vector, head_dim, vector], [slots, head_dim]
         if kind == _TILES:
             dtype = torch.bfloat16
-            key = (slots // (2 * vector), head_dim // 2, 2 * vector, 2)
-            value = (slots // 2, head_dim, 2)
+            key = [slots // (2 * vector), head_dim // 2, 2 * vector, 2]
+            value = [slots // 2, head_dim, 2]
         self.keys, self.values = (
             [lazy_zeros((rows, kv_heads, *shape), dtype, torch.device("cpu")) for _ in range(layers)]
             for shape in (key, value)
@@ -281,7 +282,7 @@ class NativeForward:
             raise MarsError(f"its heads' size ({head_dim}) is no multiple of {vector}")
         self.model, self.device, self.dtype = model, torch.device("cpu"), torch.float32
         self.weights = "int8" if int8 else str(model.dtype)
-        self._embed = model.get_input_embeddings()
+        self._embed = model.get_input_embeddings().weight.detach().contiguous()
         kind = _kind(model.dtype, int8, head_dim, self._library)
         self._weights = weights = _pack(model, vector, kind)
         kv_heads = config.num_key_value_heads
@@ -300,6 +301,8 @@ class NativeForward:
             eps=config.rms_norm_eps,
             scale=attention.scaling,
             weights=weights.kind,
+            embedding=self._embed.data_ptr(),
+            embedding_bytes=self._embed.element_size(),
             norm_final=weights.norm,
             cos=weights.cos,
             sin=weights.sin,
@@ -310,6 +313,8 @@ class NativeForward:
         self._together = max(1, queries * kv_heads // config.num_attention_heads)  # tokens of a pass
         self._threads = _threads(weights.intermediate * config.hidden_size)
         self._scratch: list[Tensor] = []
+        self._logits = torch.empty(0, weights.head.n)
+        self.layers_seconds = 0.0  # of the last forward, without its logits
         self._own = torch.empty(0)
         if not weights.checked:
             self._check_result()
@@ -317,29 +322,48 @@ class NativeForward:
 
     def hidden(self, feed: Feed) -> Tensor:
         """Run the layers, write the tokens' keys and values: the last hidden states, float32 [N, hidden]."""
-        tokens, threads = len(feed.input_ids), self._threads
+        return self.decode(feed, np.zeros(0, dtype=np.int64), None)[0]
+
+    def decode(self, feed: Feed, read: np.ndarray, never: int | None) -> tuple[Tensor, Tensor, np.ndarray]:
+        """`hidden`; `logits` of its tokens `read`, int64 [M], with -inf for `never`; their `best_tokens`.
+
+        The logits are good until the next call.
+        """
+        if len(self._logits) < len(read):
+            self._logits = torch.empty(len(read), self._weights.head.n)
+        logits, best = self._logits[: len(read)], np.empty(len(read), dtype=np.int64)
+        tokens, threads, head = len(feed.input_ids), self._threads, self._weights.head
         groups = _groups(feed.width.tolist(), self._together, self._model.kv_heads, threads)
-        x = self._embed(torch.from_numpy(feed.input_ids)).float()
+        x = torch.empty(tokens, self._model.hidden)
         arrays = [
             np.ascontiguousarray(values, dtype=np.int64)
             for values in (
+                feed.input_ids,
                 np.repeat(feed.rows, feed.width),
                 feed.slots,
                 feed.position_ids,
                 feed.sees_before,
                 feed.sees_from,
                 groups,
+                read,
             )
         ]
-        self._library.mars_forward(
+        *fed, read = arrays
+        self.layers_seconds = self._library.mars_decode(
             ctypes.byref(self._model),
-            ctypes.byref(_Feed(*(values.ctypes.data for values in arrays), tokens, len(groups) - 1)),
+            ctypes.byref(_Feed(*(values.ctypes.data for values in fed), tokens, len(groups) - 1)),
             _Pointer(x.data_ptr()),
-            *(_Pointer(buffer.data_ptr()) for buffer in self._buffers(tokens, threads)),
+            *(_Pointer(buffer.data_ptr()) for buffer in self._buffers(max(tokens, len(read)), threads)),
             _Int(self._own_size),
+            ctypes.byref(head),
+            _Pointer(read.ctypes.data),
+            _Int(len(read)),
+            _Pointer(logits.data_ptr()),
+            _Int(-1 if never is None else never),
+            _Pointer(best.ctypes.data),
             _Int(threads),
         )
-        return x
+        return x, logits, best
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits [M, vocabulary] of hidden states [M, hidden]."""
@@ -392,7 +416,7 @@ class NativeForward:
                     max(self._layers[0].qkv.k, model.intermediate),
                     max(heads * model.head_dim, self._layers[0].out.k),
                     model.q_heads * model.head_dim,
-                    model.intermediate,
+                    max(model.intermediate, model.hidden),
                 )
             ]
         if len(self._own) < threads * self._own_size:
@@ -425,7 +449,7 @@ class NativeForward:
     def _check_result(self) -> None:
         """Compare with transformers' own forward on a few tokens: a variant of the family would differ."""
         count = min(8, self.cache.slots // 2, self.model.config.max_position_embeddings)
-        ids = np.arange(count) * 7 % self._embed.weight.shape[0]
+        ids = np.arange(count) * 7 % self._embed.shape[0]
         ours = self.logits(self.hidden(Feed.of_one_row(ids)))
         with alone_with(self.model):
             theirs = self.model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float()

@@ -229,7 +229,7 @@ static void multiply_tiles(Strided a, const char *other, Strided w, int64_t step
   _tile_zero(3);
   for (int64_t i = 0; i < steps; i++, x += a.step, y += w.step) {
     if (ahead)
-      for (int64_t j = 0; j < w.step; j += 64) FETCH(y + ahead + j, y + j);
+      for (int64_t j = 0; j < w.step; j += 64) __builtin_prefetch(y + ahead + j, 0, 2);
     _tile_loadd(4, y, w.stride);
     _tile_loadd(5, y + V * 4, w.stride);
     _tile_loadd(6, x, a.stride);
@@ -572,14 +572,16 @@ typedef struct {
   int64_t layers, hidden, intermediate, q_heads, kv_heads, head_dim, slots; /* slots: a multiple of 4 V */
   float eps, scale;
   int64_t weights; /* FLOAT32 .. TILES */
+  const void *embedding; /* [vocabulary][hidden], float or bfloat16 */
   const float *norm_final;
   const float *cos, *sin; /* [positions][head_dim / 2] */
   const Layer *layer;
+  int64_t embedding_bytes; /* of an entry: 4 or 2 */
 } Model;
 
 /* A token sees its row's slots before `before` and those from `from` to its own. */
 typedef struct {
-  const int64_t *row, *slot, *position, *before, *from;
+  const int64_t *ids, *row, *slot, *position, *before, *from;
   const int64_t *group; /* [groups + 1] where tokens begin that share an attention pass: all of one row */
   int64_t tokens, groups;
 } Feed;
@@ -865,11 +867,24 @@ void mars_probability(const float *logits, int64_t n, const int64_t *token, int6
   }
 }
 
-/* x[tokens][hidden]: embeddings in, final hidden states out.
+/* The token's embedding. */
+static void embed(const Model *model, int64_t id, float *x) {
+  int64_t hidden = model->hidden;
+  if (model->embedding_bytes == sizeof(float)) {
+    memcpy(x, (const float *)model->embedding + id * hidden, hidden * sizeof(float));
+    return;
+  }
+  const uint16_t *from = (const uint16_t *)model->embedding + id * hidden;
+  uint32_t *to = (uint32_t *)x;
+  for (int64_t i = 0; i < hidden; i++) to[i] = (uint32_t)from[i] << 16;
+}
+
+/* x[tokens][hidden]: final hidden states out.
  * Scratch: normed [tokens][hidden, up to whole vectors or groups], whole numbers: or [tokens][intermediate];
- * qkv [tokens][(q + 2 kv) dim], or as wide as packed mixed; mixed [tokens][q dim]; mlp [tokens][intermediate]; own [threads][own_size], `mars_queries` times (slots + 2 dim).
+ * qkv [tokens][(q + 2 kv) dim], or as wide as packed mixed; mixed [tokens][q dim]; mlp [tokens][intermediate or
+ * hidden, if that is more]; own [threads][own_size], `mars_queries` times (slots + 2 dim).
  */
-void mars_forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
+static void forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
                   float *mlp, float *own, int64_t own_size, int64_t threads) {
   int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, kv_heads = model->kv_heads;
   int64_t heads = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
@@ -881,6 +896,9 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
   {
     float *scratch = own + omp_get_thread_num() * own_size;
     if (weights == TILES) begin_tiles(tile_rows(tokens));
+#pragma omp for schedule(static) nowait
+    for (int64_t t = 0; t < tokens; t++) embed(model, feed->ids[t], x + t * hidden);
+    meet(&barrier);
     for (int64_t l = 0; l < model->layers; l++) {
       const Layer *layer = &model->layer[l];
       pack(x, hidden, layer->qkv.k, tokens, weights, layer->norm_attention, model->eps, normed, &barrier);
@@ -913,4 +931,50 @@ void mars_forward(const Model *model, const Feed *feed, float *x, float *normed,
       rms_norm(x + t * hidden, model->norm_final, hidden, model->eps, x + t * hidden);
     if (weights == TILES) end_tiles();
   }
+}
+
+/* Where the largest of n logits is, the first of equal ones; -2 where one is NaN, or the largest no number. */
+static int64_t best_of(const float *x, int64_t n) {
+  vf best = (vf){0} - INFINITY;
+  vi at = {0}, broken = {0};
+  int64_t i = 0;
+  for (; i + V <= n; i += V) {
+    vf v = *(const vf *)(x + i);
+    vi more = v > best;
+    best = (vf)(((vi)v & more) | ((vi)best & ~more));
+    at = (((vi){0} + (int32_t)i) & more) | (at & ~more);
+    broken |= v != v;
+  }
+  float top = -INFINITY;
+  int64_t where = -2;
+  for (int j = 0; j < V; j++) {
+    if (broken[j]) return -2;
+    if (best[j] > top || (best[j] == top && at[j] + j < where)) top = best[j], where = at[j] + j;
+  }
+  for (; i < n; i++) {
+    if (x[i] != x[i]) return -2;
+    if (x[i] > top) top = x[i], where = i;
+  }
+  return top < INFINITY ? where : -2;
+}
+
+/* A forward, and behind it logits[reads][n] of the tokens `read`, by `head`, -INFINITY at `never` (if that is not
+ * -1), and where each one's best is; x and scratch are `forward`'s. Gives the forward's seconds. */
+double mars_decode(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed, float *mlp,
+                   float *own, int64_t own_size, const Linear *head, const int64_t *read, int64_t reads, float *logits,
+                   int64_t never, int64_t *best, int64_t threads) {
+  double begun = omp_get_wtime();
+  forward(model, feed, x, normed, qkv, mixed, mlp, own, own_size, threads);
+  double seconds = omp_get_wtime() - begun;
+  for (int64_t i = 0; i < reads; i++)
+    memcpy(mlp + i * model->hidden, x + read[i] * model->hidden, model->hidden * sizeof(float));
+  if (!reads) return seconds;
+  mars_linear(head, model->weights, mlp, model->hidden, reads, logits, normed, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < reads; i++) {
+    float *own = logits + i * head->n;
+    if (never >= 0) own[never] = -INFINITY;
+    best[i] = best_of(own, head->n);
+  }
+  return seconds;
 }
