@@ -154,23 +154,22 @@ class AdaptiveWidth:
         depth = np.arange(1, int(own.max()) + 1)
         worth = outcome[:, :, None] * likely[:, None, depth]  # [R, K, D]
         worth = np.where(depth <= own[:, :, None], worth, -1.0)
-        placed = worth[..., None] >= THRESHOLDS  # [R, K, D, T]
-        masks = placed.sum(axis=(0, 1, 2))
-        gain = (worth[..., None] * placed).sum(axis=(0, 1, 2))
         # The next forward feeds the drafts that these masks will leave, in the place of today's: in exact
         # mode all guesses, in lossy mode those that held.
         left = np.where((kind < LOSSY)[:, None, None], outcome[:, :, None], worth)
-        drafts = (left[..., None] * placed).sum(axis=(0, 1, 2))
+        each = np.array([np.ones(worth.size), worth.ravel(), left.ravel()])
+        masks, gain, drafts = each @ (worth.reshape(-1, 1) >= THRESHOLDS)  # [T] all
         clean -= int(j.sum()) + (0 if trusted is None else int(trusted[adapts].sum()))
         tokens = clean + groups[~adapts].sum() + masks + drafts
         committed = (len(groups) if rows is None else rows) + gain
         # What a second is worth: the tokens that the rows commit in it while they only decode. A forward that
         # carries prompts too is long in any case: measured by its own rate, every mask would pay in it.
-        rate = (committed / self.cost(tokens - prompt)).max()
-        promise = committed - rate * self.cost(tokens)
+        seconds = self.cost(tokens)
+        rate = (committed / (self.cost(tokens - prompt) if prompt else seconds)).max()
+        promise = committed - rate * seconds
         best = self._nearby(int(np.argmax(promise)), promise / committed, masks)
         chosen = groups.copy()
-        chosen[adapts] = placed[..., best].sum(axis=2)
+        chosen[adapts] = (worth >= THRESHOLDS[best]).sum(axis=2)
         self._idle = 0 if masks[best] else self._idle + 1
         if self._idle >= PROBE_EVERY:
             self._idle = 0
@@ -205,17 +204,24 @@ class AdaptiveWidth:
         distance = np.arange(self.hits.shape[1])
         held_too = distance < held[:, None]
         tried = distance < np.minimum(held + 1, offered)[:, None]
-        np.add.at(self.hits, kinds, held_too)
-        np.add.at(self.tries, kinds, tried)
-        _forget(self.hits, self.tries)
+        _count(self.hits, self.tries, kinds[:, None], distance, held_too, tried)
         if sure is None:
             return
         place = _bucket(sure[some])
-        row, column = np.nonzero(tried & (place >= 0))
-        where = kinds[row], place[row, column]
-        np.add.at(self.sure_hits, where, held_too[row, column])
-        np.add.at(self.sure_tries, where, 1)
-        _forget(self.sure_hits, self.sure_tries)
+        _count(self.sure_hits, self.sure_tries, kinds[:, None], place, held_too, tried & (place >= 0))
+
+
+def _count(
+    hits: np.ndarray, tries: np.ndarray, row: Ints, column: Ints, hit: np.ndarray, tried: np.ndarray
+) -> None:
+    """Add what was tried, and of it what hit, at [row, column] of both; older tries count less."""
+    where = (row * hits.shape[1] + column)[tried]
+    tries += np.bincount(where, minlength=tries.size).reshape(tries.shape)
+    hits += np.bincount(where, hit[tried], minlength=hits.size).reshape(hits.shape)
+    old = tries > MEMORY
+    if old.any():
+        hits[old] /= 2
+        tries[old] /= 2
 
 
 def _prefixes(single: np.ndarray) -> np.ndarray:
@@ -229,13 +235,6 @@ def _bucket(sure: np.ndarray) -> Ints:
     """Where tokens of such probabilities are counted: below SURE, and -1 for NaN."""
     known = ~np.isnan(sure)
     return np.where(known, np.minimum(np.where(known, sure, 0) * SURE, SURE - 1).astype(np.int64), -1)
-
-
-def _forget(hits: np.ndarray, tries: np.ndarray) -> None:
-    """Older tries count less."""
-    old = tries > MEMORY
-    hits[old] /= 2
-    tries[old] /= 2
 
 
 def draft_kind(settings: DecodingSettings) -> int:
