@@ -528,7 +528,7 @@ def _affordable_slots(model: Any) -> int:
     config, device = model.config, next(model.parameters()).device
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # The CPU kernels keep float32 entries, whatever the weights are.
+    # The CPU kernels keep float32 entries, whatever the weights are (with tiles half as much).
     entry = 4 if device.type == "cpu" else model.dtype.itemsize
     slot = 2 * config.num_hidden_layers * heads * head_dim * entry
     if device.type == "cuda":

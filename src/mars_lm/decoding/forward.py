@@ -78,7 +78,8 @@ class Forward(Protocol):
     weights: str  # their type's name
     # Up to so many logits, one product costs less than two of those that are read, one behind the other.
     # SmolLM2-135M's output matrix in bfloat16, two threads of a Xeon, ms by logits: transformers' modules
-    # 4: 9, 8: 13, 13: 21, 26: 30; the C kernels 1: 1.8, 7: 1.9, 13: 2.3, 26: 3.2.
+    # 4: 9, 8: 13, 13: 21, 26: 30; the C kernels 1: 1.8, 7: 1.9, 13: 2.3, 26: 3.2; these with tiles 1: 1.7,
+    # 16: 1.4, 32: 1.7, 64: 2.8, 128: 5.3.
     one_product: int
 
     @property

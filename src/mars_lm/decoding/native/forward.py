@@ -268,8 +268,6 @@ class NativeForward:
             the reason.
     """
 
-    one_product = 26
-
     def __init__(self, model: Any, rows: int, slots: int, *, int8: bool = False) -> None:
         self._check_kind(model)
         self._library = library()
@@ -285,6 +283,7 @@ class NativeForward:
         self._embed = model.get_input_embeddings().weight.detach().contiguous()
         kind = _kind(model.dtype, int8, head_dim, self._library)
         self._weights = weights = _pack(model, vector, kind)
+        self.one_product = 64 if kind == _TILES else 26
         kv_heads = config.num_key_value_heads
         self.cache = NativeCache(len(weights.layers), rows, slots, kv_heads, head_dim, vector, kind)
         self._layers = (_Layer * len(weights.layers))(*weights.layers)
