@@ -40,6 +40,7 @@ MEASURED_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 64)
 ROUNDS, ROUND_SECONDS = 4, 0.25  # so often each, but a slow machine's start shall not wait: then twice
 MEMORY = 400.0  # drafts after which older ones count half
 SURE = 10  # parts of the probabilities that are told apart
+FAR = 0.1  # so much of what a step's time was off by counts for the sizes far from its own
 
 
 # 1, 2, 3, 4, 6, 8, 12, … 24576 tokens: beside a long prompt, too, a mask has its price.
@@ -50,10 +51,11 @@ CURVE = np.array([1.0, *(2.0**i * k for i in range(1, 15) for k in (1, 1.5))])
 def _nearness(tokens: int) -> tuple[Ints, Ints]:
     """How much a step of so many tokens tells about each size of `CURVE`, and how far it counts as one seen.
 
-    The sizes beside it drift along, and far ones a little: a longer context slows all.
+    The sizes beside it drift along, and far ones a little: more rows, a longer context or a busy machine
+    slow all, and what a mask costs is the difference of two sizes, of which one may not have been seen since.
     """
     near = np.exp(-2 * np.abs(np.log(CURVE / tokens)))
-    return np.maximum(near, 0.05), near**2
+    return np.maximum(near, FAR), near**2
 
 
 class ForwardCost:
