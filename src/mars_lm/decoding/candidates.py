@@ -75,6 +75,11 @@ class Wishes:
         self.processors[row] = processors
         self.looks_back[row] = self.penalised[row] or bool(settings.bad_words_ids) or bool(processors)
 
+    def read_logits(self, rows: Ints, n: Ints) -> bool:
+        """Whether any of the rows asks for more than the best token of its logits from position n [R] on."""
+        more = (self.temperature[rows] > 0) | self.looks_back[rows] | (self.logprobs[rows] >= 0)
+        return bool((more | (n < self.first_end[rows])).any())
+
     def choose(
         self, logits: Tensor, rows: Ints, position: Ints, tokens: Ints, prompt: Ints, best: Ints
     ) -> tuple[Ints, np.ndarray]:

@@ -231,7 +231,10 @@ class Decoder:
         head = every
         if together:
             shift = np.cumsum(runs) - runs - (last - j)
-            head, own = _runs(every, last - j + shift, behind), best[spans(last - j + shift, behind)]
+            own = best[spans(last - j + shift, behind)]
+            # A row of logits is a whole vocabulary: it is not copied for who has no use for more than its best.
+            reads = state.wishes.read_logits(rows, n)
+            head = _runs(every, last - j + shift, behind) if reads else every[:0]
         else:
             own = best
         candidates, finite = self._behind_draft(state, rows, n, j, head, own)
