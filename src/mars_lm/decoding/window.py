@@ -232,7 +232,7 @@ class Decoder:
         if together:
             shift = np.cumsum(runs) - runs - (last - j)
             own = best[spans(last - j + shift, behind)]
-            # A row of logits is a whole vocabulary: it is not copied for who has no use for more than its best.
+            # A row of logits is a whole vocabulary: not copied for who needs no more than its best token.
             reads = state.wishes.read_logits(rows, n)
             head = _runs(every, last - j + shift, behind) if reads else every[:0]
         else:
