@@ -98,9 +98,7 @@ class NativeCache:
             buffer[target, :, : -(-length // together)] = buffer[source, :, : -(-length // together)]
 
     def wipe(self, row: int, slots: int) -> None:
-        """Zero a row's values where they may hold NaN: tiles multiply what a token does not see with 0."""
-        for buffer in self.values:
-            buffer[row, :, : -(-slots * buffer.shape[2] // self.slots)].zero_()
+        """Nothing to do: whatever is in a slot, it does not reach a token that does not see it."""
 
 
 class _Arena:

@@ -13,7 +13,7 @@
  * numbers of 8 or 16 bits, with a scale for each GROUP of k, and a group's sum is an integer's. V floats make a
  * vector. Shapes are row-major.
  */
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__AMX_BF16__)
 #include <immintrin.h>
 #endif
 #if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -784,9 +784,17 @@ static void store(const Model *model, const Layer *layer, const Feed *feed, int6
   if (kv < 0) return;
   int64_t base = (feed->row[t] * model->kv_heads + kv % model->kv_heads) * model->slots * dim;
   if (model->weights == TILES) {
+    /* Tiles multiply the values that a token does not see with 0, and 0 x NaN is NaN: a value that is no number is
+     * kept as 0, and the key beside it as NaN, which reaches those that see it and no other. */
+    const float *value = kv < model->kv_heads ? head + model->kv_heads * dim : head;
+    vf off = {0};
+    for (int64_t d = 0; d < dim; d += V) off += *(const vf *)(value + d) - *(const vf *)(value + d);
+    int broken = 0;
+    for (int i = 0; i < V; i++) broken |= off[i] != off[i];
+    const vf instead = (vf){0} + (kv < model->kv_heads ? NAN : 0.0f);
     for (int64_t d = 0; d < dim; d += 2 * V) {
       uint16_t narrow[2 * V];
-      to_bfloat16(narrow, *(vf *)(head + d), *(vf *)(head + d + V));
+      to_bfloat16(narrow, broken ? instead : *(vf *)(head + d), broken ? instead : *(vf *)(head + d + V));
       if (kv < model->kv_heads) {
         uint16_t *keys = (uint16_t *)layer->keys + base + slot / PANEL * PANEL * dim + slot % PANEL * 2 + d * PANEL;
         for (int64_t i = 0; i < 2 * V; i += 2) memcpy(keys + i * PANEL, narrow + i, 2 * sizeof *narrow);
