@@ -13,7 +13,7 @@
  * numbers of 8 or 16 bits, with a scale for each GROUP of k, and a group's sum is an integer's. V floats make a
  * vector. Shapes are row-major.
  */
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__AMX_BF16__)
+#if defined(__AVX512F__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
 #if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
