@@ -216,13 +216,14 @@ def test_scratch_has_room_for_what_is_packed_into_it(weighing, weights):
         weights, hidden_size=64, num_attention_heads=1, num_key_value_heads=1, intermediate_size=40
     )
     forward = NativeForward(checkpoint.model, 1, 16, int8=checkpoint.int8)
-    normed, qkv, mixed, mlp, _ = (buffer.shape[-1] for buffer in forward._buffers(3, 1))
+    normed, qkv, mixed, mlp, squares, _ = (buffer.shape[-1] for buffer in forward._buffers(3, 1))
     layer = forward._layers[0]
     assert normed >= max(layer.qkv.k, layer.gate_up.k)
     head_dim = checkpoint.model.config.head_dim
     assert qkv >= max(3 * head_dim, layer.out.k)
     assert mixed >= head_dim
     assert min(normed if weights in ("int8", "int16") else mlp, mlp) >= layer.down.k
+    assert squares >= 64 / forward._library.mars_vector() / 2
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

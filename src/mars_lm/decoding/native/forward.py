@@ -69,6 +69,13 @@ class _Feed(ctypes.Structure):
     )
 
 
+class _Scratch(ctypes.Structure):
+    _fields_ = (
+        *((name, _Pointer) for name in ("x", "normed", "qkv", "mixed", "mlp", "squares", "own")),
+        ("own_size", _Int),
+    )
+
+
 class NativeCache:
     """Keys and values of `rows` requests, `slots` each, slot = position (SPEC 5).
 
@@ -346,12 +353,11 @@ class NativeForward:
             )
         ]
         *fed, read = arrays
+        scratch = (buffer.data_ptr() for buffer in self._buffers(max(tokens, len(read)), threads))
         self.layers_seconds = self._library.mars_decode(
             ctypes.byref(self._model),
             ctypes.byref(_Feed(*(values.ctypes.data for values in fed), tokens, len(groups) - 1)),
-            _Pointer(x.data_ptr()),
-            *(_Pointer(buffer.data_ptr()) for buffer in self._buffers(max(tokens, len(read)), threads)),
-            _Int(self._own_size),
+            ctypes.byref(_Scratch(x.data_ptr(), *scratch, self._own_size)),
             ctypes.byref(head),
             _Pointer(read.ctypes.data),
             _Int(len(read)),
@@ -414,6 +420,7 @@ class NativeForward:
                     max(heads * model.head_dim, self._layers[0].out.k),
                     model.q_heads * model.head_dim,
                     max(model.intermediate, model.hidden),
+                    -(-model.hidden // (2 * self._weights.vector)),
                 )
             ]
         if len(self._own) < threads * self._own_size:

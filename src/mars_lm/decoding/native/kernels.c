@@ -45,8 +45,13 @@
 #define BLOCK 128  /* k of such a block, a multiple of GROUP */
 #define GROUP 64   /* k that share a scale, where weights are whole numbers */
 #define TILE 64    /* slots whose weights lie beside each other in one pass over the values */
-#define AHEAD 12288 /* bytes to fetch ahead of the pass into the second cache: measured, flat from 8192 to 32768 */
-#define NEAR 2048   /* and from there into the first one, which is full of x: flat from 2048 to 4096 */
+#define KV_AHEAD 12288 /* bytes to fetch ahead of a pass over keys or values */
+#define NEAR 2048  /* and from the second cache into the first one, which is full of x: flat from 2048 to 4096 */
+/* Bytes of weights in the second cache that are still to be read: below the first, a pass fetches more than it reads;
+ * from the second on less; from the third on nothing is fetched. */
+#define LITTLE 12288
+#define PLENTY 65536
+#define MOST 524288
 
 typedef float vf __attribute__((vector_size(V * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(V * 4), aligned(4), may_alias));
@@ -54,27 +59,6 @@ typedef int8_t vb __attribute__((vector_size(V), aligned(1), may_alias));
 typedef uint8_t vc __attribute__((vector_size(V), aligned(1), may_alias));
 typedef int16_t vh __attribute__((vector_size(V * 2), aligned(2), may_alias));
 typedef uint32_t vu __attribute__((vector_size(V * 4), aligned(4), may_alias));
-
-/* ---- threads ----------------------------------------------------------------------------------------- */
-
-/* OpenMP's own barrier spins for a millisecond before it lets go of the core. Where another process has taken a
- * core, that is the core that the missing thread needs, at each of a forward's 240 barriers. */
-#define SPINS 2000
-
-typedef struct {
-  atomic_long arrived, phase;
-} Barrier;
-
-static void meet(Barrier *barrier) {
-  long phase = atomic_load(&barrier->phase);
-  if (atomic_fetch_add(&barrier->arrived, 1) == omp_get_num_threads() - 1) {
-    atomic_store(&barrier->arrived, 0);
-    atomic_fetch_add(&barrier->phase, 1);
-    return;
-  }
-  for (long spins = 0; atomic_load(&barrier->phase) == phase; spins++)
-    if (spins > SPINS) sched_yield();
-}
 
 /* ---- products ---------------------------------------------------------------------------------------- */
 
@@ -91,6 +75,86 @@ typedef struct {
   const float *bias;  /* [n] or null */
   int64_t k, n;       /* k a multiple of V, or of GROUP; n: outputs, for SWIGLU gate and up together */
 } Linear;
+
+/* ---- reading ahead ------------------------------------------------------------------------------------ */
+
+/* A thread's part of what there are `count` of. */
+static void share(int64_t count, int64_t *begin, int64_t *end) {
+  int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+  *begin = count * thread / threads, *end = count * (thread + 1) / threads;
+}
+
+static int64_t panels_of(const Linear *linear) { return (linear->n + PANEL - 1) / PANEL; }
+
+/* The weights that a thread will read, in that order. A forward waits for memory, so memory is kept at work also
+ * while nothing is read: attention, norms and waiting fetch what the next products will want. */
+typedef struct {
+  const Linear *const *linears;
+  int64_t count, weights;
+  const char *at; /* what is fetched next */
+  int64_t left;   /* bytes from there to the end of the thread's part of the matrix */
+  int64_t ahead;  /* bytes fetched and not read yet */
+} Stream;
+
+static void next_part(Stream *stream) {
+  while (!stream->left && stream->count) {
+    const Linear *linear = *stream->linears++;
+    int64_t begin, end, size = linear->k * PANEL * bytes_of[stream->weights];
+    share(panels_of(linear), &begin, &end);
+    stream->at = (const char *)linear->w + begin * size, stream->left = (end - begin) * size;
+    stream->count--;
+  }
+}
+
+/* Up to so many bytes from here on are fetched by the caller. */
+static const char *fetching(Stream *stream, int64_t *bytes) {
+  const char *at = stream->at;
+  if (*bytes > stream->left) *bytes = stream->left;
+  stream->at += *bytes, stream->left -= *bytes, stream->ahead += *bytes;
+  if (!stream->left) next_part(stream);
+  return at;
+}
+
+static inline void fetch(Stream *stream, int64_t lines) {
+  if (stream->ahead >= MOST) return;
+  int64_t bytes = 64 * lines;
+  const char *at = fetching(stream, &bytes);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+/* The same for a pass that reads so many bytes. */
+static const char *fetching_beside(Stream *stream, int64_t *bytes) {
+  if (stream->ahead < LITTLE)
+    *bytes += *bytes / 2;
+  else if (stream->ahead >= MOST)
+    *bytes = 0;
+  else if (stream->ahead >= PLENTY)
+    *bytes /= 2;
+  return fetching(stream, bytes);
+}
+
+/* ---- threads ----------------------------------------------------------------------------------------- */
+
+/* OpenMP's own barrier spins for a millisecond before it lets go of the core. Where another process has taken a
+ * core, that is the core that the missing thread needs, at each of a forward's 240 barriers. */
+#define SPINS 2000
+
+typedef struct {
+  atomic_long arrived, phase;
+} Barrier;
+
+static void meet(Barrier *barrier, Stream *stream) {
+  long phase = atomic_load(&barrier->phase);
+  if (atomic_fetch_add(&barrier->arrived, 1) == omp_get_num_threads() - 1) {
+    atomic_store(&barrier->arrived, 0);
+    atomic_fetch_add(&barrier->phase, 1);
+    return;
+  }
+  for (long spins = 0; atomic_load(&barrier->phase) == phase; spins++) {
+    fetch(stream, 1);
+    if (spins > SPINS) sched_yield();
+  }
+}
 
 /* Half of the weights of one k. A float32 panel has a row for each k; a bfloat16 panel one for each two, the
  * even k's weight in a word's low half, the odd one's in its high half: one operation widens either. */
@@ -144,11 +208,28 @@ UP_TO_ROWS(PRODUCT_BF16)
 static const PanelProduct by_tokens_f32[ROWS] = {UP_TO_ROWS(NAME_F32)};
 static const PanelProduct by_tokens_bf16[ROWS] = {UP_TO_ROWS(NAME_BF16)};
 
+/* The larger one; b where either is no number. */
+static inline vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  vi more = a > b;
+  return (vf)(((vi)a & more) | ((vi)b & ~more));
+#endif
+}
+
+/* The sum of a vector, in one order. */
+static inline float sum_of(vf v) {
+  float part[V] __attribute__((aligned(64)));
+  *(vf *)part = v;
+  for (int half = V / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) part[i] += part[i + half];
+  return part[0];
+}
+
 /* e^x for x up to 88, where float32 ends; relative error below 1e-6: x = n ln 2 + r, e^r by its Taylor polynomial. */
 static inline vf vexp(vf x) {
-  const vf low = (vf){0} - 87.0f;
-  vi is_low = x < low;
-  x = (vf)(((vi)low & is_low) | ((vi)x & ~is_low));
+  x = larger((vf){0} - 87.0f, x);
   vf shifted = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the sum's last bits are the rounded n */
   vf n = shifted - 12582912.0f;
   vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -165,10 +246,8 @@ static inline vf vexp(vf x) {
 }
 
 static inline vf silu(vf x) {
-  const vf least = (vf){0} - 88.0f; /* further down, the divisor stays as it is, and the result next to 0 */
-  vi is_less = x < least;
-  vf bounded = (vf)(((vi)least & is_less) | ((vi)x & ~is_less));
-  vf d = 1.0f + vexp(-bounded);
+  /* Below -88 the divisor stays as it is, and the result next to 0. */
+  vf d = 1.0f + vexp(-larger((vf){0} - 88.0f, x));
 #if defined(__AVX512F__)
   vf r = (vf)_mm512_rcp14_ps((__m512)d);
   r = r * (2.0f - d * r);
@@ -218,9 +297,10 @@ static void begin_tiles(int64_t rows) {
 }
 static void end_tiles(void) { _tile_release(); }
 
-/* out[2 TILE_ROWS][PANEL] = a w, with `steps` times TILE_K of k; the second half only where there is `other`. */
-static void multiply_tiles(Strided a, const char *other, Strided w, int64_t steps, int64_t ahead, float *out,
-                           int64_t stride) {
+/* out[2 TILE_ROWS][PANEL] = a w, with `steps` times TILE_K of k; the second half only where there is `other`. Fetches
+ * `each` bytes of `next` beside each step. */
+static void multiply_tiles(Strided a, const char *other, Strided w, int64_t steps, const char *next, int64_t each,
+                           float *out, int64_t stride) {
   const char *x = a.at, *y = w.at;
   WRITTEN(x);
   _tile_zero(0);
@@ -228,8 +308,8 @@ static void multiply_tiles(Strided a, const char *other, Strided w, int64_t step
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t i = 0; i < steps; i++, x += a.step, y += w.step) {
-    if (ahead)
-      for (int64_t j = 0; j < w.step; j += 64) __builtin_prefetch(y + ahead + j, 0, 2);
+    for (int64_t j = 0; j < each; j += 64) __builtin_prefetch(next + j, 0, 2);
+    next += each;
     _tile_loadd(4, y, w.stride);
     _tile_loadd(5, y + V * 4, w.stride);
     _tile_loadd(6, x, a.stride);
@@ -256,8 +336,8 @@ static inline void to_half_bfloat16(uint16_t *to, vf x) { *(__m256i_u *)to = (__
 #else /* nobody asks for them: `mars_has_tiles` */
 static void begin_tiles(int64_t rows) {}
 static void end_tiles(void) {}
-static void multiply_tiles(Strided a, const char *other, Strided w, int64_t steps, int64_t ahead, float *out,
-                           int64_t stride) {}
+static void multiply_tiles(Strided a, const char *other, Strided w, int64_t steps, const char *next, int64_t each,
+                           float *out, int64_t stride) {}
 static inline void to_bfloat16(uint16_t *to, vf low, vf high) {}
 static inline void to_half_bfloat16(uint16_t *to, vf x) {}
 #endif
@@ -266,6 +346,12 @@ static inline void to_half_bfloat16(uint16_t *to, vf x) {}
  * the pass][V], so that a pass reads it one behind the other. */
 static int64_t passes_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
 static int64_t pass_begin(int64_t tokens, int64_t pass) { return tokens * pass / passes_of(tokens); }
+
+/* Where a token's entry of k, a multiple of V, lies in packed x. */
+static float *packed(float *x, int64_t k, int64_t tokens, int64_t token, int64_t i) {
+  int64_t pass = ((token + 1) * passes_of(tokens) - 1) / tokens, from = pass_begin(tokens, pass);
+  return x + from * k + i * (pass_begin(tokens, pass + 1) - from) + (token - from) * V;
+}
 
 /* Where weights are whole numbers, so is what they are multiplied with: packed x is then, in the room of the floats,
  * the passes' words of 4 int8 or 2 int16 [passes][k / GROUP][tokens of the pass][words of a group], then their scales
@@ -348,14 +434,29 @@ UP_TO_ROWS(PRODUCT_INT16)
 static const WholeProduct by_tokens_int8[ROWS] = {UP_TO_ROWS(NAME_INT8)};
 static const WholeProduct by_tokens_int16[ROWS] = {UP_TO_ROWS(NAME_INT16)};
 
+/* The sum of the squares of x[width], for a width up to PANEL. */
+static inline float squares_of(const float *x, int64_t width) {
+  float padded[PANEL] = {0};
+  if (width < PANEL) memcpy(padded, x, width * sizeof *x), x = padded;
+  vf low = *(const vf *)x, high = *(const vf *)(x + V);
+  return sum_of(low * low + high * high);
+}
+
 /* The sums of one panel of the `count` tokens of a pass that begins with token `from` go where they belong: for
- * SWIGLU into packed y, but for whole numbers, which need a whole group to be packed, into y[tokens][n / 2]. */
-static void finish(const Linear *linear, int weights, int64_t tokens, int64_t from, int64_t count, int64_t first, vf (*sums)[2],
-                   float *y, int64_t ldy, int mode) {
+ * SWIGLU into packed y, but for whole numbers, which need a whole group to be packed, into y[tokens][n / 2]. ADD also
+ * leaves squares[n / PANEL][tokens]: what a norm asks of the columns that a thread has just written. */
+static void finish(const Linear *linear, int weights, int64_t tokens, int64_t from, int64_t count, int64_t first,
+                   vf (*sums)[2], float *y, int64_t ldy, int mode, float *squares, Stream *stream) {
   int64_t width = linear->n - first < PANEL ? linear->n - first : PANEL;
   if (mode == SWIGLU && weights == TILES) {
-    for (int64_t m = 0; m < count; m++)
-      to_half_bfloat16(tiled(y, linear->n / 2, tokens, from + m, first / 2), silu(sums[m][0]) * sums[m][1]);
+    for (int64_t begin = 0; begin < count; begin += TILE_ROWS) {
+      uint16_t *to = tiled(y, linear->n / 2, tokens, from + begin, first / 2);
+      int64_t end = count < begin + TILE_ROWS ? count : begin + TILE_ROWS;
+      for (int64_t m = begin; m < end; m++, to += TILE_K) {
+        to_half_bfloat16(to, silu(sums[m][0]) * sums[m][1]);
+        fetch(stream, 4);
+      }
+    }
     return;
   }
   if (mode == SWIGLU) {
@@ -367,11 +468,13 @@ static void finish(const Linear *linear, int weights, int64_t tokens, int64_t fr
   float *to = y + from * ldy + first;
   for (int64_t m = 0; m < count; m++, to += ldy) {
     float *out = (float *)sums[m];
+    fetch(stream, 2);
     if (linear->bias)
       for (int64_t i = 0; i < width; i++) out[i] += linear->bias[first + i];
-    if (mode == ADD)
+    if (mode == ADD) {
       for (int64_t i = 0; i < width; i++) to[i] += out[i];
-    else if (width == PANEL)
+      squares[first / PANEL * tokens + from + m] = squares_of(to, width);
+    } else if (width == PANEL)
       *(vf *)to = sums[m][0], *(vf *)(to + V) = sums[m][1];
     else
       memcpy(to, out, width * sizeof(float));
@@ -380,22 +483,27 @@ static void finish(const Linear *linear, int weights, int64_t tokens, int64_t fr
 
 /* One panel of y = x W for all tokens; x packed. */
 static void panel(const Linear *linear, int weights, const float *x, int64_t tokens, int64_t index, float *y,
-                  int64_t ldy, int mode) {
+                  int64_t ldy, int mode, float *squares, Stream *stream) {
   int64_t k = linear->k, line = PANEL * bytes_of[weights], first = index * PANEL, all = passes_of(tokens);
   const char *w = (const char *)linear->w + index * k * line;
-  int64_t ahead = AHEAD;
+  int64_t bytes = k * line;
+  const char *next = fetching_beside(stream, &bytes);
+  stream->ahead -= k * line;
   if (weights == TILES) {
-    int64_t rows = tile_rows(tokens);
+    int64_t rows = tile_rows(tokens), steps = k / TILE_K * ((tokens - 1) / (2 * TILE_ROWS) + 1);
+    int64_t each = (bytes / 64 + steps - 1) / steps * 64;
     vf sums[2 * TILE_ROWS][2] __attribute__((aligned(64)));
-    for (int64_t from = 0; from < tokens; from += 2 * TILE_ROWS, ahead = 0) {
+    for (int64_t from = 0; from < tokens; from += 2 * TILE_ROWS, next += k / TILE_K * each) {
       int64_t left = tokens - from;
       Strided a = {(const char *)tiled((float *)x, k, tokens, from, 0), TILE_K * 2, rows * TILE_K * 2};
       multiply_tiles(a, left > TILE_ROWS ? a.at + TILE_ROWS * k * 2 : 0, (Strided){w, PANEL * 4, TILE_K * line},
-                     k / TILE_K, ahead, (float *)sums, PANEL);
-      finish(linear, weights, tokens, from, left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS, first, sums, y, ldy, mode);
+                     k / TILE_K, next, each, (float *)sums, PANEL);
+      finish(linear, weights, tokens, from, left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS, first, sums, y, ldy, mode,
+             squares, stream);
     }
     return;
   }
+  int64_t step = bytes / (k * all);
   for (int64_t done = 0; done < all; done += PASSES) {
     int64_t passes = all - done < PASSES ? all - done : PASSES, block = passes > 1 ? BLOCK : k;
     int64_t begin = pass_begin(tokens, done), end = pass_begin(tokens, done + passes);
@@ -404,10 +512,8 @@ static void panel(const Linear *linear, int weights, const float *x, int64_t tok
     for (int64_t i = 0; i < k; i += block) {
       int64_t length = k - i < block ? k - i : block;
       const char *here = w + i * line;
-      for (int64_t pass = 0; pass < passes; pass++) { /* each fetches its share of what comes next */
+      for (int64_t pass = 0; pass < passes; pass++, next += length * step) { /* each fetches its share */
         int64_t from = pass_begin(tokens, done + pass), count = pass_begin(tokens, done + pass + 1) - from;
-        const char *next = here + ahead + length * line * pass / passes;
-        int64_t step = ahead ? line / passes : 0;
         if (IS_WHOLE(weights)) {
           Quantized q = quantized((float *)x, weights, k, tokens, from);
           int64_t g = i / GROUP;
@@ -419,21 +525,20 @@ static void panel(const Linear *linear, int weights, const float *x, int64_t tok
               x + from * k + i * count, here, length, next, step, acc + (from - begin));
       }
     }
-    ahead = 0; /* from now on it is in the cache */
     for (int64_t pass = done; pass < done + passes; pass++) {
       int64_t from = pass_begin(tokens, pass), count = pass_begin(tokens, pass + 1) - from;
-      finish(linear, weights, tokens, from, count, first, acc + (from - begin), y, ldy, mode);
+      finish(linear, weights, tokens, from, count, first, acc + (from - begin), y, ldy, mode, squares, stream);
     }
   }
 }
 
 /* y[tokens][n] = x W, x packed; by all threads of the region that calls it. */
 static void linear(const Linear *linear, int weights, const float *x, int64_t tokens, float *y, int64_t ldy,
-                   int mode, Barrier *barrier) {
-  int64_t panels = (linear->n + PANEL - 1) / PANEL;
-#pragma omp for schedule(static) nowait
-  for (int64_t i = 0; i < panels; i++) panel(linear, weights, x, tokens, i, y, ldy, mode);
-  meet(barrier);
+                   int mode, float *squares, Barrier *barrier, Stream *stream) {
+  int64_t begin, end;
+  share(panels_of(linear), &begin, &end);
+  for (int64_t i = begin; i < end; i++) panel(linear, weights, x, tokens, i, y, ldy, mode, squares, stream);
+  meet(barrier, stream);
 }
 
 /* ---- what stands between them ------------------------------------------------------------------------ */
@@ -509,21 +614,29 @@ static void tile_up(const float *x, const float *weight, float norm, int64_t lef
   to_bfloat16(to, low, high);
 }
 
-/* Packs x[tokens][width], normalised where there is a weight and with zeros up to k; by all threads. Each takes
- * its share of k for all tokens, so that the tokens' norms are the only thing that is computed twice. */
+/* Packs x[tokens][width], with zeros up to k, and normalised where there is a `weight`: then `squares` has the sums of
+ * its squares, [width / PANEL][tokens]. By all threads, each of which takes its share of k for all tokens: of x that
+ * is what it wrote itself, and what another core wrote takes long to come. */
 static void pack(const float *x, int64_t width, int64_t k, int64_t tokens, int weights, const float *weight,
-                 float eps, float *y, Barrier *barrier) {
-  int64_t piece = IS_WHOLE(weights) ? GROUP : weights == TILES ? TILE_K : V, pieces = k / piece, all = passes_of(tokens);
-  int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-  int64_t begin = pieces * thread / threads, end = pieces * (thread + 1) / threads;
+                 float eps, const float *squares, float *y, Barrier *barrier, Stream *stream) {
+  int64_t piece = IS_WHOLE(weights) ? GROUP : weights == TILES ? TILE_K : V, pieces = k / piece;
+  int64_t all = passes_of(tokens);
+  int64_t begin, end;
+  share(pieces, &begin, &end);
   for (int64_t pass = 0; pass < all; pass++) {
     int64_t from = pass_begin(tokens, pass), count = pass_begin(tokens, pass + 1) - from;
     Quantized q = quantized(y, weights, k, tokens, from);
     for (int64_t m = 0; m < count; m++, x += width) {
-      float scale = weight ? rms_scale(x, width, eps) : 1.0f;
+      float scale = 1.0f;
+      if (weight) {
+        float sum = 0;
+        for (int64_t p = 0; p < width; p += PANEL) sum += squares[p / PANEL * tokens + from + m];
+        scale = 1.0f / sqrtf(sum / (float)width + eps);
+      }
       for (int64_t p = begin; p < end; p++) {
         const float *source = x + p * piece, *factor = weight ? weight + p * piece : 0;
         int64_t place = p * count + m;
+        fetch(stream, 4);
         if (IS_WHOLE(weights)) {
           int64_t left = width - p * piece;
           quantize(source, factor, scale, left < GROUP ? left : GROUP, weights, q.words + place * words_of(weights),
@@ -546,7 +659,7 @@ static void pack(const float *x, int64_t width, int64_t k, int64_t tokens, int w
       }
     }
   }
-  meet(barrier);
+  meet(barrier, stream);
 }
 
 static void rotate(float *x, const float *cos, const float *sin, int64_t dim) {
@@ -559,9 +672,11 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t dim) {
   }
 }
 
+enum { QKV, OUT, GATE_UP, DOWN };
+
 typedef struct {
   const float *norm_attention, *norm_mlp, *norm_q, *norm_k; /* the last two null where the model has none */
-  Linear qkv, out, gate_up, down;
+  Linear linear[4];
   void *keys;   /* float [rows][kv_heads][slots / V][head_dim][V]: slots beside each other are one load */
   void *values; /* float [rows][kv_heads][slots][head_dim] */
   /* for TILES bfloat16 [rows][kv_heads][slots / PANEL][head_dim / 2][PANEL][2] and
@@ -586,32 +701,31 @@ typedef struct {
   int64_t tokens, groups;
 } Feed;
 
-/* Scores of the slots 0 .. end become e^(score - best), 0 where unseen; gives 1 / their sum. */
-static float softmax(float *scores, int64_t before, int64_t from, int64_t end) {
+/* Scores of the slots 0 .. end become e^(score - best), 0 where unseen, and up to slot `last`, a multiple of 2 V;
+ * floats, or where `narrow` bfloat16, in the same place. Gives 1 / their sum. */
+static inline float softmax(float *scores, int64_t before, int64_t from, int64_t end, int64_t last, int narrow) {
   const vf unseen = (vf){0} - INFINITY;
-  int64_t padded = (end + V - 1) / V * V;
   for (int64_t s = before; s < from; s++) scores[s] = -INFINITY;
-  for (int64_t s = end; s < padded; s++) scores[s] = -INFINITY;
+  for (int64_t s = end; s < last; s++) scores[s] = -INFINITY;
   vf best = unseen;
-  for (int64_t s = 0; s < padded; s += V) {
-    vf score = *(vf *)(scores + s);
-    vi more = score > best;
-    best = (vf)(((vi)score & more) | ((vi)best & ~more));
-  }
+  for (int64_t s = 0; s < last; s += V) best = larger(*(vf *)(scores + s), best);
   float top = best[0];
   for (int i = 1; i < V; i++) top = best[i] > top ? best[i] : top;
   vf sums = {0};
-  for (int64_t s = 0; s < padded; s += V) {
-    vf score = *(vf *)(scores + s), p = vexp(score - top);
-    p = (vf)((vi)p & (score > unseen)); /* e^-87 is little, and unseen is nothing */
-    /* a NaN compares as unseen: let it through, so that the row is known to be broken */
-    p = (vf)(((vi)score & (score != score)) | ((vi)p & (score == score)));
-    *(vf *)(scores + s) = p;
-    sums += p;
+  for (int64_t s = 0; s < last; s += 2 * V) {
+    vf p[2];
+    for (int i = 0; i < 2; i++) {
+      vf score = *(vf *)(scores + s + i * V);
+      vi seen = ~(score <= unseen); /* a NaN, too: let through, the row is known to be broken */
+      p[i] = (vf)((vi)vexp(score - top) & seen); /* e^-87 is little, and unseen is nothing */
+      sums += p[i];
+    }
+    if (narrow)
+      to_bfloat16((uint16_t *)scores + s, p[0], p[1]);
+    else
+      *(vf *)(scores + s) = p[0], *(vf *)(scores + s + V) = p[1];
   }
-  float sum = 0;
-  for (int i = 0; i < V; i++) sum += sums[i];
-  return 1.0f / sum;
+  return 1.0f / sum_of(sums);
 }
 
 /* scores[j][s] = scale * sum over d of q[d][j] keys[s][d], for Q queries and the slots 0 .. end, rounded up. */
@@ -681,11 +795,28 @@ static void (*const score[QUERIES])(const Model *, const float *, const float *,
 static void (*const weigh[QUERIES])(const Model *, const float *, const float *, int64_t, int64_t, float *) = {
     UP_TO_QUERIES(NAME_WEIGH)};
 
+/* `times` what a token's head has read, packed where that can be done by heads, else mixed[tokens][q dim]. */
+static void give(const Model *model, int64_t tokens, int64_t token, int64_t head, const float *x, float times,
+                 float *mixed) {
+  int64_t dim = model->head_dim, k = model->q_heads * dim, at = head * dim;
+  if (model->weights == TILES) {
+    for (int64_t d = 0; d < dim; d += 2 * V)
+      to_bfloat16(tiled(mixed, k, tokens, token, at + d), *(const vf *)(x + d) * times,
+                  *(const vf *)(x + d + V) * times);
+    return;
+  }
+  for (int64_t d = 0; d < dim; d += V) {
+    float *to = IS_WHOLE(model->weights) ? mixed + token * k + at + d : packed(mixed, k, tokens, token, at + d);
+    *(vf *)to = *(const vf *)(x + d) * times;
+  }
+}
+
 /* softmax(q K) V of the tokens begin .. end of one row, for `heads` query heads from `first` on that share the
  * key head `kv`. Keys, and the values that all of these tokens see, are read once for all of them; what a token
  * sees behind those comes after, in the same order as if it were alone. */
 static void attend(const Model *model, const Layer *layer, const Feed *feed, const float *qkv, int64_t begin,
-                   int64_t end, int64_t kv, int64_t first, int64_t heads, float *scratch, float *mixed) {
+                   int64_t end, int64_t kv, int64_t first, int64_t heads, float *scratch, float *mixed,
+                   Stream *stream) {
   int64_t dim = model->head_dim, slots = model->slots, count = end - begin, queries = count * heads;
   int64_t base = (feed->row[begin] * model->kv_heads + kv) * slots * dim;
   int64_t width = (model->q_heads + 2 * model->kv_heads) * dim;
@@ -705,7 +836,9 @@ static void attend(const Model *model, const Layer *layer, const Feed *feed, con
   score[queries - 1](model, q, keys, last, scores);
   for (int64_t j = 0; j < queries; j++) {
     int64_t t = begin + j / heads, own = feed->slot[t] + 1, before = feed->before[t], from = feed->from[t];
-    inverse[j] = softmax(scores + j * slots, before, from, own > before ? own : before);
+    own = own > before ? own : before;
+    inverse[j] = softmax(scores + j * slots, before, from, own, (own + 2 * V - 1) / (2 * V) * 2 * V, 0);
+    fetch(stream, 16);
   }
   memset(out, 0, queries * dim * sizeof(float));
   weigh[queries - 1](model, scores, values, 0, common, out);
@@ -713,23 +846,15 @@ static void attend(const Model *model, const Layer *layer, const Feed *feed, con
     int64_t before = feed->before[t], from = feed->from[t] > before ? feed->from[t] : before;
     weigh[heads - 1](model, scores + j * slots, values, common, before, out + j * dim);
     weigh[heads - 1](model, scores + j * slots, values, from, feed->slot[t] + 1, out + j * dim);
-    float *to = mixed + (t * model->q_heads + first) * dim;
     for (int64_t h = 0; h < heads; h++)
-      for (int64_t d = 0; d < dim; d++) to[h * dim + d] = out[(j + h) * dim + d] * inverse[j + h];
-  }
-}
-
-/* Weights of a query, 0 from slot `end` on, as bfloat16 in the place of the floats, up to slot `last`. */
-static void narrow(float *weights, int64_t end, int64_t last) {
-  for (int64_t s = 0; s < last; s += 2 * V) {
-    vf low = s < end ? *(vf *)(weights + s) : (vf){0}, high = s + V < end ? *(vf *)(weights + s + V) : (vf){0};
-    to_bfloat16((uint16_t *)weights + s, low, high);
+      give(model, feed->tokens, t, first + h, out + (j + h) * dim, inverse[j + h], mixed);
   }
 }
 
 /* The same as `attend`, with tiles: slots that a token does not see have weight 0. */
 static void attend_tiles(const Model *model, const Layer *layer, const Feed *feed, const float *qkv, int64_t begin,
-                         int64_t end, int64_t kv, int64_t first, int64_t heads, float *scratch, float *mixed) {
+                         int64_t end, int64_t kv, int64_t first, int64_t heads, float *scratch, float *mixed,
+                         Stream *stream) {
   int64_t dim = model->head_dim, stride = model->slots + V; /* rows must not all fall into one set of the cache */
   int64_t queries = (end - begin) * heads, rows = tile_rows(queries);
   int64_t base = (feed->row[begin] * model->kv_heads + kv) * model->slots * dim;
@@ -752,23 +877,23 @@ static void attend_tiles(const Model *model, const Layer *layer, const Feed *fee
   for (int64_t s = 0; s < last; s += PANEL) {
     Strided a = {(const char *)q, TILE_K * 2, rows * TILE_K * 2};
     Strided k = {keys + s * dim * 2, PANEL * 4, TILE_K * PANEL * 2};
-    multiply_tiles(a, second ? a.at + TILE_ROWS * dim * 2 : 0, k, dim / TILE_K, AHEAD, scores + s, stride);
+    multiply_tiles(a, second ? a.at + TILE_ROWS * dim * 2 : 0, k, dim / TILE_K, k.at + KV_AHEAD, k.step, scores + s,
+                   stride);
   }
   float inverse[2 * TILE_ROWS];
   for (int64_t j = 0; j < queries; j++) {
     int64_t t = begin + j / heads, own = feed->slot[t] + 1, before = feed->before[t];
-    int64_t until = own > before ? own : before;
-    inverse[j] = softmax(scores + j * stride, before, feed->from[t], until);
-    narrow(scores + j * stride, until, last);
+    inverse[j] = softmax(scores + j * stride, before, feed->from[t], own > before ? own : before, last, 1);
+    fetch(stream, 16);
   }
   for (int64_t d = 0; d < dim; d += PANEL) {
     Strided p = {(const char *)scores, stride * 4, TILE_K * 2};
     Strided v = {values + d * 4, dim * 4, TILE_K * dim * 2};
-    multiply_tiles(p, second ? p.at + TILE_ROWS * stride * 4 : 0, v, last / TILE_K, d ? 0 : AHEAD, out + d, dim);
+    multiply_tiles(p, second ? p.at + TILE_ROWS * stride * 4 : 0, v, last / TILE_K, v.at + KV_AHEAD, d ? 0 : v.step,
+                   out + d, dim);
   }
   for (int64_t j = 0; j < queries; j++) {
-    float *to = mixed + ((begin + j / heads) * model->q_heads + first + j % heads) * dim;
-    for (int64_t d = 0; d < dim; d++) to[d] = out[j * dim + d] * inverse[j];
+    give(model, feed->tokens, begin + j / heads, first + j % heads, out + j * dim, inverse[j], mixed);
   }
 }
 
@@ -841,15 +966,23 @@ int64_t mars_has_tiles(void) {
 
 int64_t mars_model_bytes(void) { return sizeof(Model) + sizeof(Layer); } /* to check both sides' structs */
 
-/* y[tokens][n] = x[tokens][width] W; scratch: [tokens][k]. */
+/* y[tokens][n] = x[tokens][width] W; scratch: [tokens][k]; by all threads of the region that calls it. */
+static void multiply(const Linear *w, int weights, const float *x, int64_t width, int64_t tokens, float *y,
+                     float *scratch, Barrier *barrier, Stream *stream) {
+  if (weights == TILES) begin_tiles(tile_rows(tokens));
+  pack(x, width, w->k, tokens, weights, 0, 0, 0, scratch, barrier, stream);
+  linear(w, weights, scratch, tokens, y, w->n, STORE, 0, barrier, stream);
+}
+
+/* The same, by so many threads. */
 void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t width, int64_t tokens, float *y,
                  float *scratch, int64_t threads) {
   Barrier barrier = {0};
 #pragma omp parallel num_threads(threads)
   {
-    if (weights == TILES) begin_tiles(tile_rows(tokens));
-    pack(x, width, w->k, tokens, (int)weights, 0, 0, scratch, &barrier);
-    linear(w, (int)weights, scratch, tokens, y, w->n, STORE, &barrier);
+    Stream stream = {&w, 1, weights};
+    next_part(&stream);
+    multiply(w, (int)weights, x, width, tokens, y, scratch, &barrier, &stream);
     if (weights == TILES) end_tiles();
   }
 }
@@ -887,58 +1020,72 @@ static void embed(const Model *model, int64_t id, float *x) {
   for (int64_t i = 0; i < hidden; i++) to[i] = (uint32_t)from[i] << 16;
 }
 
-/* x[tokens][hidden]: final hidden states out.
- * Scratch: normed [tokens][hidden, up to whole vectors or groups], whole numbers: or [tokens][intermediate];
- * qkv [tokens][(q + 2 kv) dim], or as wide as packed mixed; mixed [tokens][q dim]; mlp [tokens][intermediate or
- * hidden, if that is more]; own [threads][own_size], `mars_queries` times (slots + 2 dim).
- */
-static void forward(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed,
-                  float *mlp, float *own, int64_t own_size, int64_t threads) {
+/* Where a forward computes: x [tokens][hidden]; normed [tokens][hidden, up to whole vectors or groups], whole numbers:
+ * or [tokens][intermediate]; qkv [tokens][(q + 2 kv) dim], or as wide as packed mixed; mixed [tokens][q dim]; mlp
+ * [tokens][intermediate or hidden, if that is more]; squares [tokens][panels of hidden]; own [threads][own_size],
+ * `mars_queries` times (slots + 2 dim). */
+typedef struct {
+  float *x, *normed, *qkv, *mixed, *mlp, *squares, *own;
+  int64_t own_size;
+} Scratch;
+
+/* x: final hidden states out. By all threads of the region that calls it. */
+static void forward(const Model *model, const Feed *feed, const Scratch *at, Barrier *barrier, Stream *stream) {
   int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, kv_heads = model->kv_heads;
   int64_t heads = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
   int64_t queries = mars_queries(model->weights);
   int weights = (int)model->weights;
-  float *packed_mixed = qkv; /* read by then */
-  Barrier barrier = {0};
-#pragma omp parallel num_threads(threads)
-  {
-    float *scratch = own + omp_get_thread_num() * own_size;
-    if (weights == TILES) begin_tiles(tile_rows(tokens));
+  float *x = at->x, *normed = at->normed, *qkv = at->qkv, *mixed = at->mixed, *mlp = at->mlp;
+  float *squares = at->squares;
+  float *scratch = at->own + omp_get_thread_num() * at->own_size;
+  if (weights == TILES) begin_tiles(tile_rows(tokens));
 #pragma omp for schedule(static) nowait
-    for (int64_t t = 0; t < tokens; t++) embed(model, feed->ids[t], x + t * hidden);
-    meet(&barrier);
-    for (int64_t l = 0; l < model->layers; l++) {
-      const Layer *layer = &model->layer[l];
-      pack(x, hidden, layer->qkv.k, tokens, weights, layer->norm_attention, model->eps, normed, &barrier);
-      linear(&layer->qkv, weights, normed, tokens, qkv, width, STORE, &barrier);
-#pragma omp for schedule(static) nowait
-      for (int64_t h = 0; h < model->q_heads + 2 * kv_heads; h++)
-        for (int64_t t = 0; t < tokens; t++) store(model, layer, feed, t, h, qkv + t * width + h * dim);
-      meet(&barrier);
-#pragma omp for schedule(dynamic) nowait
-      for (int64_t i = 0; i < feed->groups * kv_heads; i++) {
-        int64_t g = i / kv_heads, kv = i % kv_heads;
-        for (int64_t h = 0; h < heads; h += queries)
-          (weights == TILES ? attend_tiles : attend)(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv,
-                                                     kv * heads + h, heads - h < queries ? heads - h : queries,
-                                                     scratch, mixed);
-      }
-      if (weights == TILES) begin_tiles(tile_rows(tokens));
-      meet(&barrier);
-      pack(mixed, model->q_heads * dim, layer->out.k, tokens, weights, 0, 0, packed_mixed, &barrier);
-      linear(&layer->out, weights, packed_mixed, tokens, x, hidden, ADD, &barrier);
-      pack(x, hidden, layer->gate_up.k, tokens, weights, layer->norm_mlp, model->eps, normed, &barrier);
-      linear(&layer->gate_up, weights, normed, tokens, mlp, model->intermediate, SWIGLU, &barrier);
-      float *packed_mlp = mlp;
-      if (IS_WHOLE(weights))
-        pack(mlp, model->intermediate, layer->down.k, tokens, weights, 0, 0, packed_mlp = normed, &barrier);
-      linear(&layer->down, weights, packed_mlp, tokens, x, hidden, ADD, &barrier);
-    }
-#pragma omp for schedule(static) nowait
-    for (int64_t t = 0; t < tokens; t++)
-      rms_norm(x + t * hidden, model->norm_final, hidden, model->eps, x + t * hidden);
-    if (weights == TILES) end_tiles();
+  for (int64_t t = 0; t < tokens; t++) {
+    float *to = x + t * hidden;
+    embed(model, feed->ids[t], to);
+    for (int64_t i = 0; i < hidden; i += PANEL)
+      squares[i / PANEL * tokens + t] = squares_of(to + i, hidden - i < PANEL ? hidden - i : PANEL);
   }
+  meet(barrier, stream);
+  for (int64_t l = 0; l < model->layers; l++) {
+    const Layer *layer = &model->layer[l];
+    const Linear *to = layer->linear;
+    pack(x, hidden, to[QKV].k, tokens, weights, layer->norm_attention, model->eps, squares, normed, barrier,
+         stream);
+    linear(&to[QKV], weights, normed, tokens, qkv, width, STORE, 0, barrier, stream);
+#pragma omp for schedule(static) nowait
+    for (int64_t h = 0; h < model->q_heads + 2 * kv_heads; h++)
+      for (int64_t t = 0; t < tokens; t++) {
+        store(model, layer, feed, t, h, qkv + t * width + h * dim);
+        fetch(stream, 8);
+      }
+    meet(barrier, stream);
+    /* A key head's groups lie beside each other: a lone row's share its keys, which then are one core's to read. */
+    int64_t begin, end;
+    share(feed->groups * kv_heads, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+      int64_t g = i % feed->groups, kv = i / feed->groups;
+      for (int64_t h = 0; h < heads; h += queries)
+        (weights == TILES ? attend_tiles : attend)(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv,
+                                                   kv * heads + h, heads - h < queries ? heads - h : queries, scratch,
+                                                   mixed, stream);
+    }
+    if (weights == TILES) begin_tiles(tile_rows(tokens));
+    meet(barrier, stream);
+    float *packed_mixed = mixed, *packed_mlp = mlp;
+    if (IS_WHOLE(weights)) /* qkv is read by then */
+      pack(mixed, model->q_heads * dim, to[OUT].k, tokens, weights, 0, 0, 0, packed_mixed = qkv, barrier, stream);
+    linear(&to[OUT], weights, packed_mixed, tokens, x, hidden, ADD, squares, barrier, stream);
+    pack(x, hidden, to[GATE_UP].k, tokens, weights, layer->norm_mlp, model->eps, squares, normed, barrier, stream);
+    linear(&to[GATE_UP], weights, normed, tokens, mlp, model->intermediate, SWIGLU, 0, barrier, stream);
+    if (IS_WHOLE(weights))
+      pack(mlp, model->intermediate, to[DOWN].k, tokens, weights, 0, 0, 0, packed_mlp = normed, barrier, stream);
+    linear(&to[DOWN], weights, packed_mlp, tokens, x, hidden, ADD, squares, barrier, stream);
+  }
+#pragma omp for schedule(static) nowait
+  for (int64_t t = 0; t < tokens; t++)
+    rms_norm(x + t * hidden, model->norm_final, hidden, model->eps, x + t * hidden);
+  meet(barrier, stream);
 }
 
 /* Where the largest of n logits is, the first of equal ones; -2 where one is NaN, or the largest no number. */
@@ -967,22 +1114,34 @@ static int64_t best_of(const float *x, int64_t n) {
 }
 
 /* A forward, and behind it logits[reads][n] of the tokens `read`, by `head`, -INFINITY at `never` (if that is not
- * -1), and where each one's best is; x and scratch are `forward`'s. Gives the forward's seconds. */
-double mars_decode(const Model *model, const Feed *feed, float *x, float *normed, float *qkv, float *mixed, float *mlp,
-                   float *own, int64_t own_size, const Linear *head, const int64_t *read, int64_t reads, float *logits,
-                   int64_t never, int64_t *best, int64_t threads) {
-  double begun = omp_get_wtime();
-  forward(model, feed, x, normed, qkv, mixed, mlp, own, own_size, threads);
-  double seconds = omp_get_wtime() - begun;
-  for (int64_t i = 0; i < reads; i++)
-    memcpy(mlp + i * model->hidden, x + read[i] * model->hidden, model->hidden * sizeof(float));
-  if (!reads) return seconds;
-  mars_linear(head, model->weights, mlp, model->hidden, reads, logits, normed, threads);
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t i = 0; i < reads; i++) {
-    float *own = logits + i * head->n;
-    if (never >= 0) own[never] = -INFINITY;
-    best[i] = best_of(own, head->n);
+ * -1), and where each one's best is. Gives the forward's seconds, without those of the logits. */
+double mars_decode(const Model *model, const Feed *feed, const Scratch *at, const Linear *head, const int64_t *read,
+                   int64_t reads, float *logits, int64_t never, int64_t *best, int64_t threads) {
+  double begun = omp_get_wtime(), seconds = 0;
+  const Linear *order[4 * model->layers + 1];
+  for (int64_t i = 0; i < 4 * model->layers; i++) order[i] = &model->layer[i / 4].linear[i % 4];
+  order[4 * model->layers] = head;
+  Barrier barrier = {0};
+#pragma omp parallel num_threads(threads)
+  {
+    Stream stream = {order, 4 * model->layers + (reads > 0), model->weights};
+    next_part(&stream);
+    forward(model, feed, at, &barrier, &stream);
+    if (!omp_get_thread_num()) seconds = omp_get_wtime() - begun;
+    if (reads) {
+      int64_t begin, end;
+      share(reads, &begin, &end);
+      for (int64_t i = begin; i < end; i++)
+        memcpy(at->mlp + i * model->hidden, at->x + read[i] * model->hidden, model->hidden * sizeof(float));
+      meet(&barrier, &stream);
+      multiply(head, (int)model->weights, at->mlp, model->hidden, reads, logits, at->normed, &barrier, &stream);
+      for (int64_t i = begin; i < end; i++) {
+        float *own = logits + i * head->n;
+        if (never >= 0) own[never] = -INFINITY;
+        best[i] = best_of(own, head->n);
+      }
+    }
+    if (model->weights == TILES) end_tiles();
   }
   return seconds;
 }
