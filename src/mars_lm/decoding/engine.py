@@ -267,7 +267,7 @@ class Engine:
             return []
         begun = time.perf_counter()
         commit = self._decoder.step(self._state, window)
-        if self._width is not None:
+        if self._width is not None and self._state.adaptive[window.rows].any():
             self._width.cost.learn(len(window.input_ids), time.perf_counter() - begun)
             self._width.learn(self._state.kind[commit.rows], commit.offered, commit.held, commit.sure)
         outputs = self._hand_out(commit)
@@ -415,7 +415,8 @@ class Engine:
         state = self._state
         state.masks[row] = 0 if settings.one_token else (settings.block_size or self.block_size) - 1
         state.exact[row], state.recovery[row] = settings.exact, settings.exact and settings.recovery
-        state.adaptive[row], state.kind[row] = settings.adapts, draft_kind(settings)
+        state.adaptive[row] = settings.adapts and not settings.one_token
+        state.kind[row] = draft_kind(settings)
         state.rule[row], state.tau[row] = RULE_CODE[settings.rule], settings.tau
 
     def _hand_out(self, commit: Commit) -> list[StepOutput]:

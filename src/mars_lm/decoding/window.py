@@ -16,7 +16,7 @@ from torch import Tensor
 from mars_lm.decoding.acceptance import accepted_run, passes
 from mars_lm.decoding.candidates import NONE_LEFT, Wishes
 from mars_lm.decoding.forward import Feed, Forward, without
-from mars_lm.decoding.sampling import best_tokens
+from mars_lm.decoding.sampling import NOT_NUMBERS, best_tokens
 from mars_lm.decoding.verification import agreeing_prefix
 from mars_lm.decoding.width import AdaptiveWidth
 
@@ -220,47 +220,59 @@ class Decoder:
         runs = behind + groups.sum(axis=1)
         # A row's logits are behind each other: one product, of which both stages take theirs, if it is small.
         together = guessing and runs.sum() <= self.model.one_product
+        wanted = spans(last - j, runs if together else behind)
+        # A row of logits is a whole vocabulary: not copied for who wants no more than its best token.
+        plain = not state.wishes.read_logits(rows, n)
+        prefixes = np.arange(int(j.max(initial=0)) + 1) < behind[:, None]
+        which, first_guess = np.arange(len(rows)), last[:, None] + 1
+        if together:
+            shift = np.cumsum(runs) - runs - (last - j)
+            of_draft = spans(last - j + shift, behind)
+            first_guess = first_guess + shift[:, None]
+        if guessing:
+            first_guess = (
+                first_guess + np.cumsum(groups, axis=1) - groups
+            )  # [R, K] flat index, by draft prefix
+        draft = _ragged(state.tokens, rows, n, int(j.max())) if drafting else None
 
-        hidden, every, best = self.model.decode(
-            window, spans(last - j, runs if together else behind), self.mask_token_id
-        )
+        hidden, every, best = self.model.decode(window, wanted, self.mask_token_id)
         if not whole:  # chunks of prompts
             state.cached[window.rows] += np.where(window.ends, 0, window.clean)
 
         # AR candidates behind every prefix of the draft, c_0 .. c_j.
-        head = every
+        head, own = every, best
         if together:
-            shift = np.cumsum(runs) - runs - (last - j)
-            own = best[spans(last - j + shift, behind)]
-            # A row of logits is a whole vocabulary: not copied for who needs no more than its best token.
-            reads = state.wishes.read_logits(rows, n)
-            head = _runs(every, last - j + shift, behind) if reads else every[:0]
-        else:
-            own = best
-        candidates, finite = self._behind_draft(state, rows, n, j, head, own)
+            own = best[of_draft]
+            head = every[:0] if plain else _runs(every, last - j + shift, behind)
+        candidates, finite = (
+            _placed(prefixes, own) if plain else self._behind_draft(state, rows, n, prefixes, head, own)
+        )
         broken = ~np.logical_and.reduce(finite, axis=1)
         said, agreed = candidates[:, 0], j
-        if drafting:
-            agreed = agreeing_prefix(candidates, _ragged(state.tokens, rows, n, int(j.max())), j)
-            said = candidates[np.arange(len(rows)), agreed]
+        if draft is not None:
+            agreed = agreeing_prefix(candidates, draft, j)
+            said = candidates[which, agreed]
         none_left = said == NONE_LEFT  # AR's token behind the draft that held
 
         # The masks behind the prefix that held: the only ones that saw the right tokens.
         tokens, held, run, size = candidates, agreed, np.zeros_like(j), np.zeros_like(j)
         guesses, sure, p = np.zeros((len(rows), 0), dtype=np.int64), state.sure[rows], None
         if guessing:
-            which = np.arange(len(rows))
             size = groups[which, agreed]
         if guessing and size.any():
-            begin = last + 1 + (np.cumsum(groups, axis=1) - groups)[which, agreed]
+            begin = first_guess[which, agreed]
             if together:
-                logits, own = _runs(every, begin + shift, size), best[spans(begin + shift, size)]
+                logits, own = _runs(every, begin, size), best[spans(begin, size)]
             else:
                 logits = without(self.model.logits(_runs(hidden, begin, size)), self.mask_token_id)
                 own = best_tokens(logits)
-            guesses, finite = self._guesses(state, rows, n + agreed, said, size, logits, own)
+            real = np.arange(int(size.max())) < size[:, None]
+            guesses, finite = (
+                _placed(real, own)
+                if plain
+                else self._guesses(state, rows, n + agreed, said, real, logits, own)
+            )
             broken |= ~np.logical_and.reduce(finite, axis=1)
-            real = np.arange(guesses.shape[1]) < size[:, None]
             accepted = np.zeros(guesses.shape, dtype=bool)
             guessed, of_row = np.maximum(guesses[real], 0), np.repeat(rows, size)
             accepted[real] = passes(logits, guessed, state.rule[of_row], state.tau[of_row])
@@ -333,23 +345,22 @@ class Decoder:
         )
 
     def _behind_draft(
-        self, state: Rows, rows: Ints, n: Ints, drafted: Ints, logits: Tensor, best: Ints
+        self, state: Rows, rows: Ints, n: Ints, real: np.ndarray, logits: Tensor, best: Ints
     ) -> tuple[Ints, np.ndarray]:
         """AR's candidates behind every prefix of each row's draft, given that the prefix is right.
 
+        Args:
+            real: bool [R, J+1], the prefixes that are there.
         Returns:
             candidates int64 [R, J+1], padded with 0; finite bool [R, J+1], True where padded.
         """
-        real = np.arange(int(drafted.max(initial=0)) + 1) < drafted[:, None] + 1
         row, column = np.nonzero(real)
         return self._choose(state, rows[row], n[row] + column, state.tokens, real, logits, best)
 
     def _guesses(
-        self, state: Rows, rows: Ints, at: Ints, said: Ints, size: Ints, logits: Tensor, best: Ints
+        self, state: Rows, rows: Ints, at: Ints, said: Ints, real: np.ndarray, logits: Tensor, best: Ints
     ) -> tuple[Ints, np.ndarray]:
         """The masks' candidates behind AR's next token `said`, which stands at `at`; shapes as above."""
-        width = int(size.max(initial=0))
-        real = np.arange(width) < size[:, None]
         row, column = np.nonzero(real)
         position = (at + 1)[row] + column
         if not state.wishes.looks_back[rows].any():
@@ -360,7 +371,7 @@ class Decoder:
         inside = at < past.shape[1]
         # A row without a next token guesses in vain, but over real ids.
         past[rows[inside], at[inside]] = np.maximum(said, 0)[inside]
-        for k in range(width):
+        for k in range(real.shape[1]):
             now = column == k
             place = np.flatnonzero(now)
             chosen, ok = self._choose(
@@ -393,6 +404,14 @@ class Decoder:
                 logits, row, position, past, state.prompt[row], best
             )
         return candidates, finite
+
+
+def _placed(real: np.ndarray, best: Ints) -> tuple[Ints, np.ndarray]:
+    """Candidates of the places that `real` marks, for rows that want no more than their `best` tokens [M]."""
+    candidates = np.zeros(real.shape, dtype=np.int64)
+    candidates[real] = best
+    finite = candidates != NOT_NUMBERS
+    return np.maximum(candidates, 0), finite
 
 
 def _logprobs(logits: Tensor, tokens: Ints, k: int) -> list[TokenLogprob]:

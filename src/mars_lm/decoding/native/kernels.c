@@ -220,11 +220,26 @@ static inline vf larger(vf a, vf b) {
 
 /* The sum of a vector, in one order. */
 static inline float sum_of(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float part[V] __attribute__((aligned(64)));
   *(vf *)part = v;
   for (int half = V / 2; half; half /= 2)
     for (int i = 0; i < half; i++) part[i] += part[i + half];
   return part[0];
+#endif
+}
+
+/* The largest number of a vector that has one. */
+static inline float largest_of(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float top = v[0];
+  for (int i = 1; i < V; i++) top = v[i] > top ? v[i] : top;
+  return top;
+#endif
 }
 
 /* e^x for x up to 88, where float32 ends; relative error below 1e-6: x = n ln 2 + r, e^r by its Taylor polynomial. */
@@ -707,25 +722,24 @@ static inline float softmax(float *scores, int64_t before, int64_t from, int64_t
   const vf unseen = (vf){0} - INFINITY;
   for (int64_t s = before; s < from; s++) scores[s] = -INFINITY;
   for (int64_t s = end; s < last; s++) scores[s] = -INFINITY;
-  vf best = unseen;
-  for (int64_t s = 0; s < last; s += V) best = larger(*(vf *)(scores + s), best);
-  float top = best[0];
-  for (int i = 1; i < V; i++) top = best[i] > top ? best[i] : top;
-  vf sums = {0};
+  vf best[2] = {unseen, unseen}, sums[2] = {{0}};
+  for (int64_t s = 0; s < last; s += 2 * V)
+    for (int i = 0; i < 2; i++) best[i] = larger(*(vf *)(scores + s + i * V), best[i]);
+  float top = largest_of(larger(best[0], best[1]));
   for (int64_t s = 0; s < last; s += 2 * V) {
     vf p[2];
     for (int i = 0; i < 2; i++) {
       vf score = *(vf *)(scores + s + i * V);
       vi seen = ~(score <= unseen); /* a NaN, too: let through, the row is known to be broken */
       p[i] = (vf)((vi)vexp(score - top) & seen); /* e^-87 is little, and unseen is nothing */
-      sums += p[i];
+      sums[i] += p[i];
     }
     if (narrow)
       to_bfloat16((uint16_t *)scores + s, p[0], p[1]);
     else
       *(vf *)(scores + s) = p[0], *(vf *)(scores + s + V) = p[1];
   }
-  return 1.0f / sum_of(sums);
+  return 1.0f / sum_of(sums[0] + sums[1]);
 }
 
 /* scores[j][s] = scale * sum over d of q[d][j] keys[s][d], for Q queries and the slots 0 .. end, rounded up. */
@@ -861,13 +875,13 @@ static void attend_tiles(const Model *model, const Layer *layer, const Feed *fee
   int64_t width = (model->q_heads + 2 * model->kv_heads) * dim, last = 0;
   const char *keys = (const char *)layer->keys + 2 * base, *values = (const char *)layer->values + 2 * base;
   float *scores = scratch, *out = scores + 2 * TILE_ROWS * stride, *q = out + 2 * TILE_ROWS * dim;
-  for (int64_t j = 0; j < queries; j++) {
-    const float *of = qkv + (begin + j / heads) * width + (first + j % heads) * dim;
-    for (int64_t d = 0; d < dim; d += 2 * V)
-      to_bfloat16(tiled(q, dim, queries, j, d), *(const vf *)(of + d) * model->scale,
-                  *(const vf *)(of + d + V) * model->scale);
-  }
-  for (int64_t t = begin; t < end; t++) {
+  for (int64_t t = begin, j = 0; t < end; t++) {
+    const float *of = qkv + t * width + first * dim;
+    for (int64_t h = 0; h < heads; h++, j++, of += dim) {
+      uint16_t *to = tiled(q, dim, queries, j, 0);
+      for (int64_t d = 0; d < dim; d += TILE_K, to += rows * TILE_K)
+        to_bfloat16(to, *(const vf *)(of + d) * model->scale, *(const vf *)(of + d + V) * model->scale);
+    }
     if (feed->slot[t] >= last) last = feed->slot[t] + 1;
     if (feed->before[t] > last) last = feed->before[t];
   }
@@ -881,10 +895,13 @@ static void attend_tiles(const Model *model, const Layer *layer, const Feed *fee
                    stride);
   }
   float inverse[2 * TILE_ROWS];
-  for (int64_t j = 0; j < queries; j++) {
-    int64_t t = begin + j / heads, own = feed->slot[t] + 1, before = feed->before[t];
-    inverse[j] = softmax(scores + j * stride, before, feed->from[t], own > before ? own : before, last, 1);
-    fetch(stream, 16);
+  for (int64_t t = begin, j = 0; t < end; t++) {
+    int64_t own = feed->slot[t] + 1, before = feed->before[t];
+    if (own < before) own = before;
+    for (int64_t h = 0; h < heads; h++, j++) {
+      inverse[j] = softmax(scores + j * stride, before, feed->from[t], own, last, 1);
+      fetch(stream, 16);
+    }
   }
   for (int64_t d = 0; d < dim; d += PANEL) {
     Strided p = {(const char *)scores, stride * 4, TILE_K * 2};
@@ -892,9 +909,9 @@ static void attend_tiles(const Model *model, const Layer *layer, const Feed *fee
     multiply_tiles(p, second ? p.at + TILE_ROWS * stride * 4 : 0, v, last / TILE_K, v.at + KV_AHEAD, d ? 0 : v.step,
                    out + d, dim);
   }
-  for (int64_t j = 0; j < queries; j++) {
-    give(model, feed->tokens, begin + j / heads, first + j % heads, out + j * dim, inverse[j], mixed);
-  }
+  for (int64_t t = begin, j = 0; t < end; t++)
+    for (int64_t h = 0; h < heads; h++, j++)
+      give(model, feed->tokens, t, first + h, out + j * dim, inverse[j], mixed);
 }
 
 /* A token's head h of queries, keys and values: its position into a query or key, and a key or value into its
