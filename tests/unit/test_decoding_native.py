@@ -20,7 +20,15 @@ from mars_lm.decoding.native import build
 from mars_lm.decoding.native import fixed_point as fixed_point_module
 from mars_lm.decoding.native import forward as native
 from mars_lm.decoding.native.fixed_point import fixed_point
-from mars_lm.decoding.native.forward import _BFLOAT16, _FLOAT32, _INT8, _INT16, _TILES, NativeForward
+from mars_lm.decoding.native.forward import (
+    _BFLOAT16,
+    _FLOAT32,
+    _INT8,
+    _INT8_TILES,
+    _INT16,
+    _TILES,
+    NativeForward,
+)
 from mars_lm.decoding.width import forward_cost
 from mars_lm.errors import MarsError
 from mars_lm.int8 import quantized, round_weights
@@ -46,8 +54,19 @@ KINDS = {
 
 
 # What the kernels know weights as, and shapes that fill their units: groups of 64, tiles of 32.
-WEIGHTS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "int16": _INT16, "tiles": _TILES, "int8": _INT8}
-SHAPES = {"tiles": {"head_dim": 32}, "int8": {"hidden_size": 64, "intermediate_size": 100}}
+WEIGHTS = {
+    "float32": _FLOAT32,
+    "bfloat16": _BFLOAT16,
+    "int16": _INT16,
+    "tiles": _TILES,
+    "int8": _INT8,
+    "int8, tiles": _INT8_TILES,
+}
+SHAPES = {
+    "tiles": {"head_dim": 32},
+    "int8": {"hidden_size": 64, "intermediate_size": 100},
+    "int8, tiles": {"hidden_size": 64, "intermediate_size": 100, "head_dim": 32},
+}
 BFLOAT16 = ("bfloat16", "int16", "tiles")
 
 
@@ -56,12 +75,12 @@ def weighing(monkeypatch):
     """A checkpoint whose engine computes with such weights, whatever is fastest on this processor."""
 
     def make(weights: str, **overrides):
-        if weights == "tiles" and not build.library().mars_has_tiles():
+        if "tiles" in weights and not build.library().mars_has_tiles():
             pytest.skip("this processor has no tiles")
         monkeypatch.setattr(native, "_kind", lambda *_: WEIGHTS[weights])
         dtype = torch.bfloat16 if weights in BFLOAT16 else torch.float32
         made = native_checkpoint(dtype=dtype, **{**SHAPES.get(weights, {}), **overrides})
-        return dataclasses.replace(made, int8=weights == "int8")
+        return dataclasses.replace(made, int8="int8" in weights)
 
     return make
 
@@ -222,7 +241,7 @@ def test_scratch_has_room_for_what_is_packed_into_it(weighing, weights):
     head_dim = checkpoint.model.config.head_dim
     assert qkv >= max(3 * head_dim, layer.out.k)
     assert mixed >= head_dim
-    assert min(normed if weights in ("int8", "int16") else mlp, mlp) >= layer.down.k
+    assert min(normed if weights in ("int8", "int8, tiles", "int16") else mlp, mlp) >= layer.down.k
     assert squares >= 64 / forward._library.mars_vector() / 2
 
 
@@ -235,7 +254,8 @@ def test_inputs_of_any_size_give_what_they_should(weighing, weights, size):
     x[2, 64:] *= size
     logits = NativeForward(checkpoint.model, 1, 16, int8=checkpoint.int8).logits(x)
     expected = x.double() @ checkpoint.model.get_output_embeddings().weight.detach().double().T
-    tolerance = {"float32": 1e-5, "bfloat16": 1e-5, "int16": 1e-3, "tiles": 0.005, "int8": 0.03}[weights]
+    whole = {"int16": 1e-3, "tiles": 0.005, "int8": 0.03, "int8, tiles": 0.03}
+    tolerance = whole.get(weights, 1e-5)
     for row, right in zip(logits.double(), expected, strict=True):
         assert float((row - right).norm()) <= tolerance * float(right.norm()) + 1e-33
 
@@ -264,8 +284,20 @@ def test_bfloat16_weights_are_multiplied_as_the_processor_does_it_best():
     ):
         kernels = SimpleNamespace(mars_has_tiles=lambda has=tiles: has, mars_has_int16=lambda has=int16: has)
         assert native._kind(torch.bfloat16, False, head_dim, kernels) == kind
-        assert native._kind(torch.bfloat16, True, head_dim, kernels) == _INT8
+        eight = _INT8_TILES if kind == _TILES else _INT8
+        assert native._kind(torch.bfloat16, True, head_dim, kernels) == eight
         assert native._kind(torch.float32, False, head_dim, kernels) == _FLOAT32
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 13, 14, 16, 27, 60])
+@pytest.mark.parametrize("size", [128, 200])
+def test_products_in_eight_bits_have_the_same_bits_with_and_without_tiles(weighing, size, tokens):
+    x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens))
+    plain, tiles = (
+        NativeForward(weighing(weights, hidden_size=size, head_dim=32).model, 1, 16, int8=True).logits(x)
+        for weights in ("int8", "int8, tiles")
+    )
+    assert torch.equal(plain, tiles)
 
 
 # What a model's logits may be off by, from the same weights in float32, and against transformers in bfloat16.
@@ -380,7 +412,7 @@ def test_a_token_is_bit_equal_in_any_company(weighing, weights):
 
 
 @pytest.mark.parametrize("recovery", [True, False])
-@pytest.mark.parametrize("weights", ["int16", "tiles", "int8"])
+@pytest.mark.parametrize("weights", ["int16", "tiles", "int8", "int8, tiles"])
 def test_exact_mode_in_few_bits_says_what_one_token_mode_says(weighing, weights, recovery):
     """Random models tie often; without bit-equal logits some of these texts would part."""
     for seed in range(6):

@@ -25,10 +25,11 @@ from mars_lm.int8 import GROUP, quantized
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 INT8_TOLERANCE = 0.3  # eight bits round more
 # What the kernels know weights as.
-_FLOAT32, _BFLOAT16, _INT8, _INT16, _TILES = range(5)
+_FLOAT32, _BFLOAT16, _INT8, _INT16, _TILES, _INT8_TILES = range(6)
+_EIGHT_BITS, _IN_TILES = (_INT8, _INT8_TILES), (_TILES, _INT8_TILES)
 
 # Of k, that the kernels multiply at once; of the others a vector.
-_UNITS = {_INT8: GROUP, _INT16: GROUP, _TILES: 32}
+_UNITS = {_INT8: GROUP, _INT16: GROUP, _TILES: 32, _INT8_TILES: GROUP}
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
@@ -89,7 +90,7 @@ class NativeCache:
     ) -> None:
         self.slots = slots = -(-slots // (4 * vector)) * 4 * vector
         dtype, key, value = torch.float32, [slots // vector, head_dim, vector], [slots, head_dim]
-        if kind == _TILES:
+        if kind in _IN_TILES:
             dtype = torch.bfloat16
             key = [slots // (2 * vector), head_dim // 2, 2 * vector, 2]
             value = [slots // 2, head_dim, 2]
@@ -193,15 +194,16 @@ class _Packed:
         n, k = weight.shape
         panel, scale = 2 * self.vector, None
         padded = torch.nn.functional.pad(weight.detach(), (0, -k % self._unit, 0, -n % panel))
-        if self.kind in (_INT8, _INT16):
-            whole, scales = quantized(padded) if self.kind == _INT8 else fixed_point(padded)
+        eight_bits = self.kind in _EIGHT_BITS
+        if eight_bits or self.kind == _INT16:
+            whole, scales = quantized(padded) if eight_bits else fixed_point(padded)
             scale = self._keep(scales.unflatten(0, (-1, panel)).transpose(1, 2))
             padded = (whole.to(torch.int16) + 128).to(torch.uint8) if self.kind == _INT8 else whole
         else:
             padded = padded.to(self.dtype)
         packed = padded.unflatten(0, (-1, panel)).transpose(1, 2)
         if self.kind != _FLOAT32:
-            packed = packed.unflatten(1, (-1, 4 if self.kind == _INT8 else 2)).transpose(2, 3)
+            packed = packed.unflatten(1, (-1, 4 if eight_bits else 2)).transpose(2, 3)
         kept_bias = None if bias is None else self._vector(bias)
         return _Linear(w=self._keep(packed), scale=scale, bias=kept_bias, k=padded.shape[1], n=n)
 
@@ -251,12 +253,12 @@ def _pack(model: Any, vector: int, kind: int) -> _Packed:
 
 def _kind(dtype: torch.dtype, int8: bool, head_dim: int, kernels: ctypes.CDLL) -> int:
     """What a model's weights are multiplied as: what is fastest on this processor."""
-    if int8:
-        return _INT8
-    if dtype != torch.bfloat16:
+    if not int8 and dtype != torch.bfloat16:
         return _FLOAT32
     if head_dim % _UNITS[_TILES] == 0 and kernels.mars_has_tiles():
-        return _TILES
+        return _INT8_TILES if int8 else _TILES
+    if int8:
+        return _INT8
     return _INT16 if kernels.mars_has_int16() else _BFLOAT16
 
 
@@ -288,7 +290,7 @@ class NativeForward:
         self._embed = model.get_input_embeddings().weight.detach().contiguous()
         kind = _kind(model.dtype, int8, head_dim, self._library)
         self._weights = weights = _pack(model, vector, kind)
-        self.one_product = 64 if kind == _TILES else 26
+        self.one_product = 64 if kind in _IN_TILES else 26
         kv_heads = config.num_key_value_heads
         self.cache = NativeCache(len(weights.layers), rows, slots, kv_heads, head_dim, vector, kind)
         self._layers = (_Layer * len(weights.layers))(*weights.layers)
@@ -460,6 +462,6 @@ class NativeForward:
         if not bool(theirs.isfinite().all()):
             raise MarsError("its logits are no numbers, also from transformers' own modules")
         error = float((ours - theirs).norm() / theirs.norm())
-        tolerance = INT8_TOLERANCE if self._weights.kind == _INT8 else TOLERANCE[self.model.dtype]
+        tolerance = INT8_TOLERANCE if self._weights.kind in _EIGHT_BITS else TOLERANCE[self.model.dtype]
         if not error < tolerance:
             raise MarsError(f"the kernels' logits differ from transformers' by {error:.1%}")

@@ -16,7 +16,8 @@
 #if defined(__AVX512F__) || defined(__AVXVNNI__)
 #include <immintrin.h>
 #endif
-#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && \
+    defined(__AVX512BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #define HAS_TILES 1
@@ -63,13 +64,15 @@ typedef uint32_t vu __attribute__((vector_size(V * 4), aligned(4), may_alias));
 /* ---- products ---------------------------------------------------------------------------------------- */
 
 enum { STORE, ADD, SWIGLU };   /* what becomes of a product */
-enum { FLOAT32, BFLOAT16, INT8, INT16, TILES }; /* what weights are; TILES: bfloat16, for the tile registers */
-static const int64_t bytes_of[] = {4, 2, 1, 2, 2};
-#define IS_WHOLE(weights) ((weights) == INT8 || (weights) == INT16)
+/* What weights are; the last two are bfloat16 and int8 that the tile registers multiply. */
+enum { FLOAT32, BFLOAT16, INT8, INT16, TILES, INT8_TILES };
+static const int64_t bytes_of[] = {4, 2, 1, 2, 2, 1};
+#define IS_WHOLE(weights) ((weights) == INT8 || (weights) == INT16 || (weights) == INT8_TILES)
+#define IN_TILES(weights) ((weights) == TILES || (weights) == INT8_TILES)
 
 typedef struct {
   /* [panels][k][PANEL]; bfloat16 and int16: [panels][k / 2][PANEL][2]; int8: [panels][k / 4][PANEL][4], 128 added
-   * to each. SWIGLU: V columns of the gate, then V of up */
+   * to each, but not for tiles. SWIGLU: V columns of the gate, then V of up */
   const void *w;
   const void *scale;  /* [panels][k / GROUP][PANEL]; int8: floats; int16: powers of two, as a float's exponent bits */
   const float *bias;  /* [n] or null */
@@ -344,6 +347,20 @@ static void multiply_tiles(Strided a, const char *other, Strided w, int64_t step
   _tile_stored(3, out + TILE_ROWS * stride + V, stride * 4);
 }
 
+/* out[TILE_ROWS][PANEL] = x w for one group of k, both int8. */
+static inline void multiply_int8_tiles(const int32_t *x, const char *w, int32_t *out) {
+  WRITTEN(x);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(6, x, GROUP);
+  _tile_loadd(4, w, 4 * PANEL);
+  _tile_loadd(5, w + 4 * V, 4 * PANEL);
+  _tile_dpbssd(0, 6, 4);
+  _tile_dpbssd(1, 6, 5);
+  _tile_stored(0, out, 4 * PANEL);
+  _tile_stored(1, out + V, 4 * PANEL);
+}
+
 static inline void to_bfloat16(uint16_t *to, vf low, vf high) {
   *(__m512i_u *)to = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
@@ -353,6 +370,7 @@ static void begin_tiles(int64_t rows) {}
 static void end_tiles(void) {}
 static void multiply_tiles(Strided a, const char *other, Strided w, int64_t steps, const char *next, int64_t each,
                            float *out, int64_t stride) {}
+static inline void multiply_int8_tiles(const int32_t *x, const char *w, int32_t *out) {}
 static inline void to_bfloat16(uint16_t *to, vf low, vf high) {}
 static inline void to_half_bfloat16(uint16_t *to, vf x) {}
 #endif
@@ -361,6 +379,12 @@ static inline void to_half_bfloat16(uint16_t *to, vf x) {}
  * the pass][V], so that a pass reads it one behind the other. */
 static int64_t passes_of(int64_t tokens) { return (tokens + ROWS - 1) / ROWS; }
 static int64_t pass_begin(int64_t tokens, int64_t pass) { return tokens * pass / passes_of(tokens); }
+
+/* Rows of the tiles that so many tokens need: int8's passes are those of ROWS tokens, and what a shorter pass than
+ * the last one multiplies behind its own rows, nobody reads. */
+static int64_t rows_of(int weights, int64_t tokens) {
+  return weights == TILES ? tile_rows(tokens) : (tokens + passes_of(tokens) - 1) / passes_of(tokens);
+}
 
 /* Where a token's entry of k, a multiple of V, lies in packed x. */
 static float *packed(float *x, int64_t k, int64_t tokens, int64_t token, int64_t i) {
@@ -457,6 +481,31 @@ static inline float squares_of(const float *x, int64_t width) {
   return sum_of(low * low + high * high);
 }
 
+/* The same in tiles of a group each: `shift` is nobody's, since weights have their signs. */
+#define PANEL_INT8_TILES(M)                                                                                  \
+  static void panel_int8_tiles_##M(const int32_t *x, const float *x_scale, const int32_t *shift, const char *w, \
+                                   const void *w_scale, int64_t g, int64_t k, const char *next, int64_t step, \
+                                   vf (*out)[2]) {                                                           \
+    int32_t sums[2][TILE_ROWS][PANEL] __attribute__((aligned(64)));                                          \
+    int64_t each = (step * GROUP + 63) / 64 * 64;                                                            \
+    vf acc[M][2];                                                                                            \
+    for (int m = 0; m < M; m++) acc[m][0] = out[m][0], acc[m][1] = out[m][1];                                \
+    for (; k > 0; k -= GROUP, g++, x += M * GROUP / 4, x_scale += M, w += GROUP * PANEL, next += each) {     \
+      int32_t(*sum)[PANEL] = sums[g % 2]; /* one is read while the other is multiplied */                    \
+      for (int64_t line = 0; line < each; line += 64) __builtin_prefetch(next + line, 0, 2);                 \
+      multiply_int8_tiles(x, w, *sum);                                                                       \
+      vf s0 = scale_int8(w_scale, g * PANEL), s1 = scale_int8(w_scale, g * PANEL + V);                       \
+      _Pragma("GCC unroll 16") for (int m = 0; m < M; m++) {                                                 \
+        acc[m][0] += __builtin_convertvector(*(vi *)sum[m], vf) * (s0 * x_scale[m]);                         \
+        acc[m][1] += __builtin_convertvector(*(vi *)(sum[m] + V), vf) * (s1 * x_scale[m]);                   \
+      }                                                                                                      \
+    }                                                                                                        \
+    for (int m = 0; m < M; m++) out[m][0] = acc[m][0], out[m][1] = acc[m][1];                                \
+  }
+#define NAME_INT8_TILES(M) panel_int8_tiles_##M,
+UP_TO_ROWS(PANEL_INT8_TILES)
+static const WholeProduct by_tokens_int8_tiles[ROWS] = {UP_TO_ROWS(NAME_INT8_TILES)};
+
 /* The sums of one panel of the `count` tokens of a pass that begins with token `from` go where they belong: for
  * SWIGLU into packed y, but for whole numbers, which need a whole group to be packed, into y[tokens][n / 2]. ADD also
  * leaves squares[n / PANEL][tokens]: what a norm asks of the columns that a thread has just written. */
@@ -532,7 +581,9 @@ static void panel(const Linear *linear, int weights, const float *x, int64_t tok
         if (IS_WHOLE(weights)) {
           Quantized q = quantized((float *)x, weights, k, tokens, from);
           int64_t g = i / GROUP;
-          (weights == INT16 ? by_tokens_int16 : by_tokens_int8)[count - 1](
+          (weights == INT16        ? by_tokens_int16
+           : weights == INT8_TILES ? by_tokens_int8_tiles
+                                   : by_tokens_int8)[count - 1](
               q.words + g * words_of(weights) * count, q.scales + g * count, q.shifts + g * count, here,
               linear->scale, index * k / GROUP + g, length, next, step, acc + (from - begin));
         } else
@@ -925,7 +976,7 @@ static void store(const Model *model, const Layer *layer, const Feed *feed, int6
   }
   if (kv < 0) return;
   int64_t base = (feed->row[t] * model->kv_heads + kv % model->kv_heads) * model->slots * dim;
-  if (model->weights == TILES) {
+  if (IN_TILES(model->weights)) {
     /* Tiles multiply the values that a token does not see with 0, and 0 x NaN is NaN: a value that is no number is
      * kept as 0, and the key beside it as NaN, which reaches those that see it and no other. */
     const float *value = kv < model->kv_heads ? head + model->kv_heads * dim : head;
@@ -960,7 +1011,7 @@ static void store(const Model *model, const Layer *layer, const Feed *feed, int6
 int64_t mars_vector(void) { return V; }
 
 /* Queries of a key head that share a pass. */
-int64_t mars_queries(int64_t weights) { return weights == TILES ? 2 * TILE_ROWS : QUERIES; }
+int64_t mars_queries(int64_t weights) { return IN_TILES(weights) ? 2 * TILE_ROWS : QUERIES; }
 
 /* Whether products of int16 are faster than those of floats. */
 int64_t mars_has_int16(void) {
@@ -986,7 +1037,7 @@ int64_t mars_model_bytes(void) { return sizeof(Model) + sizeof(Layer); } /* to c
 /* y[tokens][n] = x[tokens][width] W; scratch: [tokens][k]; by all threads of the region that calls it. */
 static void multiply(const Linear *w, int weights, const float *x, int64_t width, int64_t tokens, float *y,
                      float *scratch, Barrier *barrier, Stream *stream) {
-  if (weights == TILES) begin_tiles(tile_rows(tokens));
+  if (IN_TILES(weights)) begin_tiles(rows_of(weights, tokens));
   pack(x, width, w->k, tokens, weights, 0, 0, 0, scratch, barrier, stream);
   linear(w, weights, scratch, tokens, y, w->n, STORE, 0, barrier, stream);
 }
@@ -1000,7 +1051,7 @@ void mars_linear(const Linear *w, int64_t weights, const float *x, int64_t width
     Stream stream = {&w, 1, weights};
     next_part(&stream);
     multiply(w, (int)weights, x, width, tokens, y, scratch, &barrier, &stream);
-    if (weights == TILES) end_tiles();
+    if (IN_TILES(weights)) end_tiles();
   }
 }
 
@@ -1055,7 +1106,7 @@ static void forward(const Model *model, const Feed *feed, const Scratch *at, Bar
   float *x = at->x, *normed = at->normed, *qkv = at->qkv, *mixed = at->mixed, *mlp = at->mlp;
   float *squares = at->squares;
   float *scratch = at->own + omp_get_thread_num() * at->own_size;
-  if (weights == TILES) begin_tiles(tile_rows(tokens));
+  if (IN_TILES(weights)) begin_tiles(rows_of(weights, tokens));
 #pragma omp for schedule(static) nowait
   for (int64_t t = 0; t < tokens; t++) {
     float *to = x + t * hidden;
@@ -1083,11 +1134,11 @@ static void forward(const Model *model, const Feed *feed, const Scratch *at, Bar
     for (int64_t i = begin; i < end; i++) {
       int64_t g = i % feed->groups, kv = i / feed->groups;
       for (int64_t h = 0; h < heads; h += queries)
-        (weights == TILES ? attend_tiles : attend)(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv,
+        (IN_TILES(weights) ? attend_tiles : attend)(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv,
                                                    kv * heads + h, heads - h < queries ? heads - h : queries, scratch,
                                                    mixed, stream);
     }
-    if (weights == TILES) begin_tiles(tile_rows(tokens));
+    if (IN_TILES(weights)) begin_tiles(rows_of(weights, tokens)); /* again, for the products */
     meet(barrier, stream);
     float *packed_mixed = mixed, *packed_mlp = mlp;
     if (IS_WHOLE(weights)) /* qkv is read by then */
@@ -1158,7 +1209,7 @@ double mars_decode(const Model *model, const Feed *feed, const Scratch *at, cons
         best[i] = best_of(own, head->n);
       }
     }
-    if (model->weights == TILES) end_tiles();
+    if (IN_TILES(model->weights)) end_tiles();
   }
   return seconds;
 }
