@@ -57,6 +57,32 @@ def test_a_cost_follows_what_steps_take():
     assert cost(1) < 1.3
 
 
+def test_a_cost_keeps_the_edge_where_the_weights_are_read_once_more():
+    """A forward of 33 tokens takes a pass more than one of 32: the two sizes' costs are not mixed."""
+
+    def true_seconds(tokens: int) -> float:
+        return 1.0 + tokens / 100 + 0.5 * (tokens > 32)
+
+    cost = ForwardCost({n: true_seconds(n) * 1.3 for n in (1, 16, 32, 33, 64)}, tokens_a_pass=32)
+    for step in range(400):
+        tokens = (16, 32, 34, 36)[step % 4]
+        cost.learn(tokens, true_seconds(tokens))
+    for tokens in (32, 33):
+        assert cost(tokens) == pytest.approx(true_seconds(tokens), rel=0.05)
+
+
+def test_where_no_mask_pays_the_choice_is_made_anew_in_one_step_of_four_or_as_soon_as_rows_change():
+    chooser = width(1.0, fixed=0.0)
+    chosen = []
+    chooser.cost = lambda tokens, cost=chooser.cost: chosen.append(1) or cost(tokens)
+    groups, drafted = full_groups(4, 0)
+    for _ in range(8):
+        assert not chooser.choose(groups, drafted, np.ones(4, dtype=bool), 4).any()
+    assert len(chosen) == 2
+    chooser.choose(groups[:3], drafted[:3], np.ones(3, dtype=bool), 3)
+    assert len(chosen) == 3
+
+
 def test_all_masks_where_a_token_is_free_and_none_where_it_costs_a_forward():
     groups, drafted = full_groups(2, 3)
     everybody = np.ones(2, dtype=bool)

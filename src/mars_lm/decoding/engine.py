@@ -267,7 +267,7 @@ class Engine:
             return []
         begun = time.perf_counter()
         commit = self._decoder.step(self._state, window)
-        if self._width is not None and self._state.adaptive[window.rows].any():
+        if self._width is not None:
             self._width.cost.learn(len(window.input_ids), time.perf_counter() - begun)
             self._width.learn(self._state.kind[commit.rows], commit.offered, commit.held, commit.sure)
         outputs = self._hand_out(commit)

@@ -81,6 +81,8 @@ class Forward(Protocol):
     # 4: 9, 8: 13, 13: 21, 26: 30; the C kernels 1: 1.8, 7: 1.9, 13: 2.3, 26: 3.2; these with tiles 1: 1.7,
     # 16: 1.4, 32: 1.7, 64: 2.8, 128: 5.3.
     one_product: int
+    # So many tokens share one reading of the weights, and one more costs another; 0: there is no such edge.
+    tokens_a_pass: int
 
     @property
     def cache(self) -> Cache:
@@ -203,6 +205,7 @@ class ModelForward:
     """
 
     one_product = 13
+    tokens_a_pass = 0
 
     def __init__(self, model: PreTrainedModel, rows: int, slots: int) -> None:
         self.model = model

@@ -25,6 +25,8 @@ Ints = np.ndarray
 THRESHOLDS = np.array([2.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.0])
 # Where no mask pays nothing is learnt about drafts: so often one row drafts all the same.
 PROBE_EVERY = 32
+# Where none pays, the next so many steps of the same rows place none either, without choosing anew.
+REST = 3
 # What a width costs is learnt by using it. So the next narrower or wider one is used now and then, the more
 # rarely the more it seems to lose (a share of the step's tokens), and never beyond `DEAR`: else a size that
 # once seemed slow would not be seen again. `REGRET` of all tokens is what this may lose.
@@ -41,29 +43,48 @@ ROUNDS, ROUND_SECONDS = 4, 0.25  # so often each, but a slow machine's start sha
 MEMORY = 400.0  # drafts after which older ones count half
 SURE = 10  # parts of the probabilities that are told apart
 FAR = 0.1  # so much of what a step's time was off by counts for the sizes far from its own
+PASS_APART = 0.5  # what a pass more adds to the distance of two sizes, which is their ratio's logarithm
 
 
 # 1, 2, 3, 4, 6, 8, 12, … 24576 tokens: beside a long prompt, too, a mask has its price.
 CURVE = np.array([1.0, *(2.0**i * k for i in range(1, 15) for k in (1, 1.5))])
 
 
-@lru_cache(maxsize=256)
-def _nearness(tokens: int) -> tuple[Ints, Ints]:
-    """How much a step of so many tokens tells about each size of `CURVE`, and how far it counts as one seen.
+@lru_cache(maxsize=64)
+def _sizes(tokens_a_pass: int) -> np.ndarray:
+    """The numbers of tokens whose costs are kept: `CURVE`, and both sides of what another pass costs."""
+    edges = [float(tokens_a_pass * i + side) for i in range(1, 5) for side in (0, 1)] if tokens_a_pass else []
+    return np.unique(np.concatenate([CURVE, edges]))
 
-    The sizes beside it drift along, and far ones a little: more rows, a longer context or a busy machine
-    slow all, and what a mask costs is the difference of two sizes, of which one may not have been seen since.
+
+@lru_cache(maxsize=256)
+def _nearness(tokens: int, tokens_a_pass: int) -> tuple[np.ndarray, np.ndarray]:
+    """How much a step of so many tokens tells about each of the `_sizes`, and how far it counts as one seen.
+
+    The sizes beside it drift along, less so beyond a pass's end, and far ones a little: more rows, a longer
+    context or a busy machine slow all, and what a mask costs is the difference of two sizes, of which one may
+    not have been seen since.
     """
-    near = np.exp(-2 * np.abs(np.log(CURVE / tokens)))
+    sizes = _sizes(tokens_a_pass)
+    distance = np.abs(np.log(sizes / tokens))
+    if tokens_a_pass:
+        distance += PASS_APART * (np.ceil(sizes / tokens_a_pass) != np.ceil(tokens / tokens_a_pass))
+    near = np.exp(-2 * distance)
     return np.maximum(near, FAR), near**2
 
 
 class ForwardCost:
-    """Seconds of a forward by its number of tokens: measured at a few sizes, refined by every step."""
+    """Seconds of a forward by its number of tokens: measured at a few sizes, refined by every step.
 
-    def __init__(self, seconds: dict[int, float]) -> None:
+    Args:
+        seconds: by number of tokens.
+        tokens_a_pass: the `Forward`'s.
+    """
+
+    def __init__(self, seconds: dict[int, float], tokens_a_pass: int = 0) -> None:
         sizes = sorted(seconds)
-        self.tokens = CURVE
+        self._tokens_a_pass = tokens_a_pass
+        self.tokens = _sizes(tokens_a_pass)
         known = np.array([seconds[size] for size in sizes])
         # Past the largest measured size the last slope goes on.
         slope = (known[-1] - known[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
@@ -79,7 +100,7 @@ class ForwardCost:
         """One step took so long. A step that was held up by something else counts as a slow one, not more."""
         expected = float(self(tokens))
         drift = min(seconds / expected, 2.0)
-        near, as_seen = _nearness(max(tokens, 1))
+        near, as_seen = _nearness(max(tokens, 1), self._tokens_a_pass)
         # An average of the first ten, then of the latest.
         self.seconds *= 1 + (drift - 1) * near / np.minimum(self._seen + 1, 10.0)
         self._seen += as_seen
@@ -106,6 +127,7 @@ class AdaptiveWidth:
         self.sure_hits = np.tile(centres * PRIOR_WEIGHT, (KINDS, 1))
         self.sure_tries = np.full((KINDS, SURE), PRIOR_WEIGHT)
         self._idle, self._allowance, self._wider = 0, 0.0, True
+        self._rest, self._rested = 0, 0  # steps without a new choice, of so many rows
 
     def choose(
         self,
@@ -139,6 +161,10 @@ class AdaptiveWidth:
         if not adapts.any():
             return groups
         own, j = groups[adapts], drafted[adapts]
+        if self._rest and self._rested == len(own) and not j.any() and self._idle < PROBE_EVERY - 1:
+            self._rest, self._idle = self._rest - 1, self._idle + 1
+            self._allowance = min(self._allowance + REGRET, DEAR)
+            return np.where(adapts[:, None], 0, groups)
         kind = np.zeros_like(j) if kinds is None else kinds[adapts]
         single = (self.hits / self.tries)[kind]  # [R, B-1] each holding if those before it do
         likely = _prefixes(single)  # of a draft that is still to be guessed
@@ -173,6 +199,7 @@ class AdaptiveWidth:
         chosen = groups.copy()
         chosen[adapts] = (worth >= THRESHOLDS[best]).sum(axis=2)
         self._idle = 0 if masks[best] else self._idle + 1
+        self._rest, self._rested = 0 if masks[best] else REST, len(own)
         if self._idle >= PROBE_EVERY:
             self._idle = 0
             row = int(np.flatnonzero(adapts)[np.random.default_rng(clean).integers(len(own))])
@@ -260,16 +287,18 @@ def forward_cost(model: Any, forward: Forward, slots: int) -> ForwardCost:
     kind = (type(forward), forward.weights, torch.get_num_threads())
     if kind not in known:
         seconds: dict[int, float] = {}
+        edge = forward.tokens_a_pass
+        measured = sorted({*MEASURED_SIZES, edge, edge + 1} - {0})
         for done in range(ROUNDS):
             # The best of several rounds: the first touches its memory, and any may be held up; one after the
             # other, so that what holds up a size for a while does not spoil its every turn.
             if done >= 2 and sum(seconds.values()) > ROUND_SECONDS:
                 break
-            for size in (min(size, slots) for size in MEASURED_SIZES):
+            for size in sorted({min(size, slots) for size in measured}):
                 feed = Feed.of_one_row(np.zeros(size, dtype=np.int64))
                 begun = time.perf_counter()
                 logits = forward.logits(forward.hidden(feed))
                 float(logits[0, 0])  # a device may answer late
                 seconds[size] = min(time.perf_counter() - begun, seconds.get(size, np.inf))
-        known[kind] = ForwardCost(seconds)
+        known[kind] = ForwardCost(seconds, edge)
     return known[kind]

@@ -291,6 +291,7 @@ class NativeForward:
         kind = _kind(model.dtype, int8, head_dim, self._library)
         self._weights = weights = _pack(model, vector, kind)
         self.one_product = 64 if kind in _IN_TILES else 26
+        self.tokens_a_pass = 32 if kind == _TILES else 0
         kv_heads = config.num_key_value_heads
         self.cache = NativeCache(len(weights.layers), rows, slots, kv_heads, head_dim, vector, kind)
         self._layers = (_Layer * len(weights.layers))(*weights.layers)
