@@ -876,6 +876,9 @@ static void give(const Model *model, int64_t tokens, int64_t token, int64_t head
   }
 }
 
+/* Queries of a key head that share a pass. */
+int64_t mars_queries(int64_t weights) { return IN_TILES(weights) ? 2 * TILE_ROWS : QUERIES; }
+
 /* softmax(q K) V of the tokens begin .. end of one row, for `heads` query heads from `first` on that share the
  * key head `kv`. Keys, and the values that all of these tokens see, are read once for all of them; what a token
  * sees behind those comes after, in the same order as if it were alone. */
@@ -965,6 +968,17 @@ static void attend_tiles(const Model *model, const Layer *layer, const Feed *fee
       give(model, feed->tokens, t, first + h, out + j * dim, inverse[j], mixed);
 }
 
+/* The i-th of a feed's pieces of attention, each a key head of a group; those of a key head lie beside each other. */
+static void attend_piece(const Model *model, const Layer *layer, const Feed *feed, const float *qkv, int64_t i,
+                         float *scratch, float *mixed, Stream *stream) {
+  int64_t g = i % feed->groups, kv = i / feed->groups, heads = model->q_heads / model->kv_heads;
+  int64_t most = mars_queries(model->weights);
+  for (int64_t h = 0; h < heads; h += most)
+    (IN_TILES(model->weights) ? attend_tiles : attend)(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv,
+                                                      kv * heads + h, heads - h < most ? heads - h : most, scratch,
+                                                      mixed, stream);
+}
+
 /* A token's head h of queries, keys and values: its position into a query or key, and a key or value into its
  * slot. A thread does a head for all tokens, since keys of slots beside each other share lines. */
 static void store(const Model *model, const Layer *layer, const Feed *feed, int64_t t, int64_t h, float *head) {
@@ -1009,9 +1023,6 @@ static void store(const Model *model, const Layer *layer, const Feed *feed, int6
 /* ---- what Python calls ------------------------------------------------------------------------------- */
 
 int64_t mars_vector(void) { return V; }
-
-/* Queries of a key head that share a pass. */
-int64_t mars_queries(int64_t weights) { return IN_TILES(weights) ? 2 * TILE_ROWS : QUERIES; }
 
 /* Whether products of int16 are faster than those of floats. */
 int64_t mars_has_int16(void) {
@@ -1100,8 +1111,7 @@ typedef struct {
 /* x: final hidden states out. By all threads of the region that calls it. */
 static void forward(const Model *model, const Feed *feed, const Scratch *at, Barrier *barrier, Stream *stream) {
   int64_t tokens = feed->tokens, hidden = model->hidden, dim = model->head_dim, kv_heads = model->kv_heads;
-  int64_t heads = model->q_heads / kv_heads, width = (model->q_heads + 2 * kv_heads) * dim;
-  int64_t queries = mars_queries(model->weights);
+  int64_t width = (model->q_heads + 2 * kv_heads) * dim;
   int weights = (int)model->weights;
   float *x = at->x, *normed = at->normed, *qkv = at->qkv, *mixed = at->mixed, *mlp = at->mlp;
   float *squares = at->squares;
@@ -1128,15 +1138,13 @@ static void forward(const Model *model, const Feed *feed, const Scratch *at, Bar
         fetch(stream, 8);
       }
     meet(barrier, stream);
-    /* A key head's groups lie beside each other: a lone row's share its keys, which then are one core's to read. */
-    int64_t begin, end;
-    share(feed->groups * kv_heads, &begin, &end);
-    for (int64_t i = begin; i < end; i++) {
-      int64_t g = i % feed->groups, kv = i / feed->groups;
-      for (int64_t h = 0; h < heads; h += queries)
-        (IN_TILES(weights) ? attend_tiles : attend)(model, layer, feed, qkv, feed->group[g], feed->group[g + 1], kv,
-                                                   kv * heads + h, heads - h < queries ? heads - h : queries, scratch,
-                                                   mixed, stream);
+    int64_t pieces = feed->groups * kv_heads, begin, end;
+    if (pieces <= 4 * omp_get_num_threads()) { /* a lone row's groups share its keys: one core shall read them */
+      share(pieces, &begin, &end);
+      for (int64_t i = begin; i < end; i++) attend_piece(model, layer, feed, qkv, i, scratch, mixed, stream);
+    } else { /* rows and cuts of a prompt differ in length */
+#pragma omp for schedule(dynamic) nowait
+      for (int64_t i = 0; i < pieces; i++) attend_piece(model, layer, feed, qkv, i, scratch, mixed, stream);
     }
     if (IN_TILES(weights)) begin_tiles(rows_of(weights, tokens)); /* again, for the products */
     meet(barrier, stream);
