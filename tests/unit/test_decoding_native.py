@@ -390,6 +390,36 @@ def test_weights_that_are_no_numbers_are_named():
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_bits_do_not_depend_on_the_threads_and_stay_in_their_buffers(weighing, weights, monkeypatch):
+    """Small models run on one thread of their own accord: here on more, each buffer between two fences."""
+    checkpoint = weighing(weights, hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    buffers, fences = NativeForward._buffers, []
+
+    def fenced(self, tokens, threads):
+        self._scratch = []
+        made = []
+        for buffer in buffers(self, tokens, threads):
+            whole = torch.full((buffer.numel() + 128,), -7.0)
+            fences.append((whole[:64], whole[-64:]))
+            made.append(whole[64:-64].view(buffer.shape))
+        return made
+
+    monkeypatch.setattr(NativeForward, "_buffers", fenced)
+    said = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(native, "_threads", lambda _, threads=threads: threads)
+        forward = NativeForward(checkpoint.model, 1, 64, int8=checkpoint.int8)
+        for tokens in (1, 14, 33):
+            place = np.arange(tokens)
+            of_one = Feed.of_one_row(place * 7 % 300)
+            said.append((tokens, *(part.clone() for part in forward.decode(of_one, place, 0)[:2])))
+    for tokens, *parts in said:
+        first = next(known for known in said if known[0] == tokens)
+        assert all(torch.equal(part, known) for part, known in zip(parts, first[1:], strict=True))
+    assert all(bool((side == -7.0).all()) for fence in fences for side in fence)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_token_is_bit_equal_in_any_company(weighing, weights):
     """However the prompt is cut and whatever the other rows hold: the same bits, in every weight type."""
     checkpoint = weighing(weights)
